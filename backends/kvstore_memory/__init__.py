@@ -1,0 +1,160 @@
+"""`memory://name`: blocks in this process's memory. For tests, and the reference for what a backend must do.
+
+Two stores with the same name share their blocks; they are gone when the last of them is closed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from kvstore.abc import BlockStore, Capabilities
+from kvstore.errors import StoreClosedError
+from kvstore.integrity import crc32c
+from kvstore.layout import as_bytes
+from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, Usage
+from kvstore.url import CAPACITY, READONLY, Capacity, Option, TierURL
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvstore.namespace import Namespace
+
+__all__ = ["MemoryStore"]
+
+
+@dataclass(slots=True)
+class _Entry:
+    data: bytes
+    crc32c: int
+    info: BlockInfo
+
+
+@dataclass(slots=True, weakref_slot=True)
+class _Shelf:
+    """The blocks of one name: entries in order of use, oldest first."""
+
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    namespaces: dict[bytes, Namespace] = field(default_factory=dict["bytes", "Namespace"])
+    entries: OrderedDict[tuple[bytes, BlockKey], _Entry] = field(
+        default_factory=OrderedDict["tuple[bytes, BlockKey]", _Entry]
+    )
+    used: int = 0
+
+
+_shelves: WeakValueDictionary[str, _Shelf] = WeakValueDictionary()
+_shelves_lock = threading.Lock()
+
+
+class MemoryStore(BlockStore):
+    """Blocks in a dictionary, evicted in order of use under `capacity`."""
+
+    options: ClassVar[tuple[Option[object], ...]] = (CAPACITY, READONLY)
+
+    def __init__(self, url: TierURL) -> None:
+        super().__init__(url)
+        self.capabilities = Capabilities(persistent=False, shared=False, can_hang=False, io="memory")
+        self._pid = os.getpid()
+        self._readonly = url.option(READONLY)
+        capacity: Capacity | None = url.option(CAPACITY)
+        self._capacity = capacity.bytes if capacity else None
+        with _shelves_lock:
+            self._shelf: _Shelf | None = _shelves.setdefault(url.location, _Shelf())
+
+    def namespaces(self) -> list[Namespace]:
+        shelf = self._open()
+        with shelf.lock:
+            return list(shelf.namespaces.values())
+
+    def contains_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
+        shelf = self._open()
+        for key in keys:
+            namespace.check_key(key)
+        return [(namespace.fingerprint, key) in shelf.entries for key in keys]
+
+    def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
+        shelf = self._open()
+        checked = [(block, namespace.check_buffer(block.key, block.data)) for block in blocks]
+        if self._readonly:
+            return [PutOutcome.FAILED] * len(blocks)
+        with shelf.lock:
+            shelf.namespaces.setdefault(namespace.fingerprint, namespace)
+            return [
+                self._put(shelf, (namespace.fingerprint, block.key), block, data.tobytes()) for block, data in checked
+            ]
+
+    def _put(self, shelf: _Shelf, address: tuple[bytes, BlockKey], block: BlockWrite, data: bytes) -> PutOutcome:
+        if address in shelf.entries:
+            shelf.entries.move_to_end(address)
+            return PutOutcome.EXISTS
+        if self._capacity is not None:
+            if len(data) > self._capacity:
+                return PutOutcome.FULL
+            while shelf.used + len(data) > self._capacity:
+                shelf.used -= len(shelf.entries.popitem(last=False)[1].data)
+        now = time.time()
+        info = BlockInfo(block.key, len(data), now, now, 0, block.position, block.parent)
+        shelf.entries[address] = _Entry(data, crc32c(data), info)
+        shelf.used += len(data)
+        return PutOutcome.STORED
+
+    def get_many_into(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
+        shelf = self._open()
+        checked = [(block.key, namespace.check_buffer(block.key, block.into)) for block in blocks]
+        return [self._get(shelf, (namespace.fingerprint, key), into) for key, into in checked]
+
+    def _get(self, shelf: _Shelf, address: tuple[bytes, BlockKey], into: np.ndarray) -> GetOutcome:
+        with shelf.lock:
+            entry = shelf.entries.get(address)
+            if entry is None:
+                return GetOutcome.MISS
+            if len(entry.data) != into.nbytes or crc32c(entry.data) != entry.crc32c:
+                if not self._readonly:
+                    shelf.used -= len(shelf.entries.pop(address).data)
+                return GetOutcome.CORRUPT
+            shelf.entries.move_to_end(address)
+            entry.info = replace(entry.info, hits=entry.info.hits + 1, last_used=time.time())
+        np.copyto(into, as_bytes(entry.data))
+        return GetOutcome.HIT
+
+    def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
+        shelf = self._open()
+        removed: list[bool] = []
+        with shelf.lock:
+            for key in keys:
+                entry = None if self._readonly else shelf.entries.pop((namespace.fingerprint, key), None)
+                shelf.used -= len(entry.data) if entry else 0
+                removed.append(entry is not None)
+        return removed
+
+    def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
+        shelf = self._open()
+        with shelf.lock:
+            found = [entry.info for (space, _), entry in shelf.entries.items() if space == namespace.fingerprint]
+        return iter(found)
+
+    def usage(self) -> Usage:
+        shelf = self._open()
+        return Usage(len(shelf.entries), shelf.used, capacity=self._capacity)
+
+    def touch_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
+        shelf = self._open()
+        with shelf.lock:
+            for key in keys:
+                if (namespace.fingerprint, key) in shelf.entries:
+                    shelf.entries.move_to_end((namespace.fingerprint, key))
+
+    def close(self) -> None:
+        self._shelf = None
+
+    def _open(self) -> _Shelf:
+        if self._shelf is None or self._pid != os.getpid():
+            raise StoreClosedError(f"{self.url} was closed, or opened by another process: open it again")
+        return self._shelf

@@ -1,0 +1,131 @@
+"""The contract of a backend: one abstract class, eight verbs, all of them batches.
+
+What holds for every verb of every store:
+
+- **Blocking.** A verb returns when its work is done. Who must not wait calls it from a transfer thread
+  (`kvstore.tiering`), never from a scheduler.
+- **Threads.** Any number of threads may call any verbs at once. The GIL is released while bytes move.
+- **Processes.** A store belongs to the process that opened it; in a forked child every verb raises `StoreClosedError`.
+  Whether several processes may open one location is `Capabilities.shared`.
+- **Buffers** are the caller's. A put only reads them, a get writes straight into them, and once the call has
+  returned, however it ended, nobody touches them.
+- **One outcome per block**, in the order given. One bad block never fails its batch. A miss is a value.
+- **Errors.** `InvalidBlockError` when a key or a buffer does not fit the namespace (before anything is done),
+  `StoreClosedError` after `close`, `TierUnavailable` when the store cannot tell at all. Nothing else.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import TracebackType
+    from typing import Self
+
+    from kvstore.namespace import Namespace
+    from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, Usage
+    from kvstore.url import Option, TierURL
+
+__all__ = ["BlockStore", "Capabilities"]
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a store can do here, found out when it was opened: on this device, with these options."""
+
+    persistent: bool
+    """Blocks outlive the process."""
+    shared: bool
+    """Several processes may have the same location open."""
+    can_hang: bool
+    """A call may wait for a network; callers lend it only memory that they can afford to lose for a while."""
+    io: str
+    """How bytes move: `memory`, `direct` (O_DIRECT), `buffered` (through the page cache), `mmap`, `network`."""
+    alignment: int = 1
+    """Address alignment in bytes at which buffers are used without an extra copy."""
+    batch_bytes: int = 16 << 20
+    """Bytes per call that suit the store; a caller with more splits it, and runs the calls side by side."""
+    notes: tuple[str, ...] = ()
+    """What an operator should know, e.g. why O_DIRECT is not in use."""
+
+
+class BlockStore(ABC):
+    """Blocks by namespace and key, at one URL. Open one with `kvstore.open_store(url)`.
+
+    A subclass is constructed with its parsed, validated `TierURL`, sets `capabilities`, lists its `options`, and
+    raises a `StoreOpenError` when the location cannot be used. It creates the location unless `readonly=true`.
+    """
+
+    options: ClassVar[tuple[Option[object], ...]] = ()
+    """The URL options this backend understands; any other is an error before the constructor runs."""
+
+    capabilities: Capabilities
+
+    def __init__(self, url: TierURL) -> None:
+        self.url = url
+
+    @abstractmethod
+    def namespaces(self) -> list[Namespace]:
+        """The namespaces of which something was ever put, from their stored manifests."""
+
+    @abstractmethod
+    def contains_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
+        """Whether each block is believed to be there. Cheap: no payload is read, so a True may still be a MISS."""
+
+    @abstractmethod
+    def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
+        """Store each block that is not there yet.
+
+        Atomicity: a block is visible whole or not at all, to every thread and process, whatever dies in between.
+        Durability at return: survives this process; survives a power loss only with `durability=fsync`. A block
+        that is there is never overwritten: the digest says that it has the same content.
+        Capacity: makes room by evicting the least recently used blocks; `FULL` when that is not possible.
+        The first put into a namespace also stores its manifest. Of two writes of one key in a batch the second is
+        `EXISTS`.
+        On a read-only store every outcome is `FAILED`.
+        """
+
+    @abstractmethod
+    def get_many_into(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
+        """Read each block into its buffer and verify it: checksum, key, namespace, size.
+
+        A HIT counts as a use: it makes the block young for eviction. A CORRUPT block is removed, so that the next put
+        replaces it, unless the store is read-only.
+        """
+
+    @abstractmethod
+    def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
+        """Remove each block; True where one was. Afterwards no get in any process finds it, until it is put anew."""
+
+    @abstractmethod
+    def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
+        """What is known of each block, in no particular order. Blocks put or removed meanwhile may appear or not."""
+
+    @abstractmethod
+    def usage(self) -> Usage:
+        """How full the store is, over all namespaces and, where the store is shared, all processes."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what was started, release what is held. A second call does nothing."""
+
+    def touch_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:  # noqa: B027 - optional
+        """Make blocks young for eviction without reading them; unknown keys are passed over.
+
+        Recency is told, not guessed: the hottest prefix lives in memory above and is never read from here. May
+        take effect later (with the next put). A store that evicts nothing does nothing.
+        """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.url}>"

@@ -1,0 +1,118 @@
+"""Shape, dtype and order of the bytes in a block, and views of a block as an array without a copy.
+
+The canonical layout is (layer, kv, token, head, dim) with all heads, as if tensor-parallel size were 1: what one
+topology wrote another can read. An engine whose layout is its own secret uses the opaque one, (byte).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvstore.errors import InvalidBlockError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from numpy.typing import NDArray
+    from typing_extensions import Buffer
+
+__all__ = ["CANONICAL_AXES", "DTYPES", "BlockLayout", "as_bytes"]
+
+CANONICAL_AXES = ("layer", "kv", "token", "head", "dim")
+
+DTYPES: Mapping[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4, "uint8": 1}
+"""Element types a block may have, with their size in bytes. Multi-byte elements are little-endian."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """One KV-cache group's block: C order over `axes`, `shape` elements of `dtype`.
+
+    Raises `ValueError` for a dtype that is not in `DTYPES` or axes that do not match the shape.
+    """
+
+    dtype: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"block dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if len(self.axes) != len(self.shape) or len(set(self.axes)) != len(self.axes):
+            raise ValueError(f"axes {self.axes} do not name each dimension of shape {self.shape} once")
+        if not self.shape or min(self.shape) < 1:
+            raise ValueError(f"block shape {self.shape} has an empty dimension")
+
+    @classmethod
+    def canonical(cls, *, layers: int, tokens: int, heads: int, head_dim: int, dtype: str) -> BlockLayout:
+        """Keys and values of `tokens` tokens: axes (layer, kv, token, head, dim), kv 0 the keys and 1 the values."""
+        return cls(dtype, CANONICAL_AXES, (layers, 2, tokens, heads, head_dim))
+
+    @classmethod
+    def opaque(cls, nbytes: int) -> BlockLayout:
+        """`nbytes` bytes whose meaning only the engine knows."""
+        return cls("uint8", ("byte",), (nbytes,))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in one block."""
+        return math.prod(self.shape) * DTYPES[self.dtype]
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The element type for numpy; bfloat16 comes from `ml_dtypes`."""
+        if self.dtype == "bfloat16":
+            import ml_dtypes
+
+            bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+            return bfloat16
+        return np.dtype(self.dtype).newbyteorder("<")
+
+    def to_numpy(self, block: Buffer) -> NDArray[Any]:
+        """`block` as an array of this shape, sharing its memory; writable if the buffer is."""
+        return self._bytes(block).view(self.numpy_dtype).reshape(self.shape)
+
+    def to_torch(self, block: Buffer) -> torch.Tensor:
+        """`block` as a CPU tensor of this shape, sharing its memory.
+
+        torch has no read-only tensors, so the buffer must be writable (`InvalidBlockError` if it is not).
+        """
+        import torch
+
+        flat = self._bytes(block)
+        if not flat.flags.writeable:
+            raise InvalidBlockError("torch cannot view a read-only buffer: pass a writable one, or use to_numpy")
+        return torch.as_tensor(flat).view(getattr(torch, self.dtype)).reshape(self.shape)
+
+    def _bytes(self, block: Buffer) -> NDArray[np.uint8]:
+        flat = as_bytes(block)
+        if flat.nbytes != self.nbytes:
+            raise InvalidBlockError(f"the buffer has {flat.nbytes} bytes, a block of this layout has {self.nbytes}")
+        return flat
+
+    def to_manifest(self) -> dict[str, Any]:
+        """As JSON-ready values; `from_manifest` reads them back."""
+        return {"dtype": self.dtype, "axes": list(self.axes), "shape": list(self.shape)}
+
+    @classmethod
+    def from_manifest(cls, manifest: Mapping[str, Any]) -> BlockLayout:
+        """The layout that `to_manifest` described. Raises KeyError, TypeError or ValueError if it is not one."""
+        return cls(str(manifest["dtype"]), tuple(map(str, manifest["axes"])), tuple(map(int, manifest["shape"])))
+
+
+def as_bytes(buffer: Buffer) -> NDArray[np.uint8]:
+    """Any C-contiguous buffer as a flat uint8 array that shares its memory (and keeps it alive)."""
+    if isinstance(buffer, np.ndarray):
+        array: NDArray[Any] = buffer  # pyright: ignore[reportUnknownVariableType]
+        if not array.flags.c_contiguous:
+            raise InvalidBlockError("a block's buffer must be C-contiguous")
+        return array.reshape(-1).view(np.uint8)
+    try:
+        return np.frombuffer(memoryview(buffer), dtype=np.uint8)
+    except (ValueError, TypeError, BufferError) as error:
+        raise InvalidBlockError(f"a block's buffer must be C-contiguous bytes: {error}") from error

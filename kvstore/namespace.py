@@ -1,0 +1,139 @@
+"""A namespace: all blocks that are bytewise interchangeable.
+
+Its fingerprint is part of every address and of every block's frame, so that a block computed by another model,
+revision, dtype or layout is a miss and never a wrong block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvstore.errors import InvalidBlockError
+from kvstore.keys import KEY_SCHEME
+from kvstore.layout import BlockLayout, as_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from typing_extensions import Buffer
+
+    from kvstore.types import BlockKey
+
+__all__ = ["FINGERPRINT_BYTES", "MAX_DIGEST_BYTES", "MIN_DIGEST_BYTES", "Namespace"]
+
+FINGERPRINT_BYTES = 16
+MIN_DIGEST_BYTES, MAX_DIGEST_BYTES = 16, 64
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """What blocks must have in common to be interchangeable.
+
+    - `model`, `revision`: identity of the weights; a revision that is not a commit or a content hash is a lie waiting.
+    - `layouts`: one `BlockLayout` per KV-cache group, in group order.
+    - `block_tokens`: tokens per block, the step of the digest chain.
+    - `key_scheme`: how digests are derived from tokens, adapter, salt and media (`kvstore.keys` or the engine's own).
+    - `digest_bytes`: their length.
+    - `extra`: whatever else must match (engine, quantisation, rope overrides, …), as text.
+
+    Raises `ValueError` when a field is empty or out of range.
+    """
+
+    model: str
+    revision: str
+    layouts: tuple[BlockLayout, ...]
+    block_tokens: int
+    key_scheme: str = KEY_SCHEME
+    digest_bytes: int = 32
+    extra: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("a namespace needs a model name")
+        if not self.layouts:
+            raise ValueError("a namespace needs the layout of at least one KV-cache group")
+        if self.block_tokens < 1:
+            raise ValueError(f"block_tokens is {self.block_tokens}; a block has at least one token")
+        if not MIN_DIGEST_BYTES <= self.digest_bytes <= MAX_DIGEST_BYTES:
+            raise ValueError(
+                f"digest_bytes is {self.digest_bytes}; digests have {MIN_DIGEST_BYTES} to {MAX_DIGEST_BYTES} bytes"
+            )
+        identity = json.dumps(self.to_manifest(), sort_keys=True, separators=(",", ":"))
+        digest = hashlib.sha256(b"kvstore-namespace-1:" + identity.encode("ascii")).digest()
+        object.__setattr__(self, "_fingerprint", digest[:FINGERPRINT_BYTES])
+
+    @property
+    def fingerprint(self) -> bytes:
+        """16 bytes: the start of SHA-256 over `kvstore-namespace-1:` and the manifest as sorted compact ASCII JSON."""
+        fingerprint: bytes = self.__dict__["_fingerprint"]
+        return fingerprint
+
+    @property
+    def name(self) -> str:
+        """The fingerprint in hex: the namespace's name in every address."""
+        return self.fingerprint.hex()
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def block_bytes(self, group: int = 0) -> int:
+        """Bytes in one block of KV-cache group `group`."""
+        return self._layout(group).nbytes
+
+    def check_key(self, key: BlockKey) -> None:
+        """Raise `InvalidBlockError` unless `key` can name a block here."""
+        if len(key.digest) != self.digest_bytes:
+            raise InvalidBlockError(
+                f"{key!r} has a digest of {len(key.digest)} bytes; namespace {self.name} has {self.digest_bytes}"
+            )
+        self._layout(key.group)
+
+    def check_buffer(self, key: BlockKey, buffer: Buffer) -> NDArray[np.uint8]:
+        """`buffer` as a flat uint8 view, once it is sure that `key` fits here and the size is right.
+
+        Raises `InvalidBlockError`. Every backend calls this for each block it is given.
+        """
+        self.check_key(key)
+        flat = as_bytes(buffer)
+        expected = self.layouts[key.group].nbytes
+        if flat.nbytes != expected:
+            raise InvalidBlockError(
+                f"{key!r}: the buffer has {flat.nbytes} bytes, a block of group {key.group} in namespace"
+                f" {self.name} ({self.model}) has {expected}"
+            )
+        return flat
+
+    def _layout(self, group: int) -> BlockLayout:
+        if not 0 <= group < len(self.layouts):
+            raise InvalidBlockError(f"group {group}: namespace {self.name} has groups 0 to {len(self.layouts) - 1}")
+        return self.layouts[group]
+
+    def to_manifest(self) -> dict[str, Any]:
+        """Every fingerprinted field as JSON-ready values; stored beside the blocks, read back by `from_manifest`."""
+        return {
+            "model": self.model,
+            "revision": self.revision,
+            "layouts": [layout.to_manifest() for layout in self.layouts],
+            "block_tokens": self.block_tokens,
+            "key_scheme": self.key_scheme,
+            "digest_bytes": self.digest_bytes,
+            "extra": dict(self.extra),
+        }
+
+    @classmethod
+    def from_manifest(cls, manifest: Mapping[str, Any]) -> Namespace:
+        """The namespace that `to_manifest` described. Raises KeyError, TypeError or ValueError if it is not one."""
+        return cls(
+            model=str(manifest["model"]),
+            revision=str(manifest["revision"]),
+            layouts=tuple(BlockLayout.from_manifest(layout) for layout in manifest["layouts"]),
+            block_tokens=int(manifest["block_tokens"]),
+            key_scheme=str(manifest["key_scheme"]),
+            digest_bytes=int(manifest["digest_bytes"]),
+            extra={str(name): str(value) for name, value in manifest["extra"].items()},
+        )
