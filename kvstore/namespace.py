@@ -93,10 +93,11 @@ class Namespace:
             )
         self._layout(key.group)
 
-    def check_buffer(self, key: BlockKey, buffer: Buffer) -> NDArray[np.uint8]:
+    def check_buffer(self, key: BlockKey, buffer: Buffer, *, writable: bool = False) -> NDArray[np.uint8]:
         """`buffer` as a flat uint8 view, once it is sure that `key` fits here and the size is right.
 
-        Raises `InvalidBlockError`. Every backend calls this for each block it is given.
+        `writable=True` for a buffer that will be read into. Raises `InvalidBlockError`. Every backend calls this for
+        each block it is given.
         """
         self.check_key(key)
         flat = as_bytes(buffer)
@@ -106,6 +107,8 @@ class Namespace:
                 f"{key!r}: the buffer has {flat.nbytes} bytes, a block of group {key.group} in namespace"
                 f" {self.name} ({self.model}) has {expected}"
             )
+        if writable and not flat.flags.writeable:
+            raise InvalidBlockError(f"{key!r}: the buffer to read into is read-only: pass a writable one")
         return flat
 
     def _layout(self, group: int) -> BlockLayout:

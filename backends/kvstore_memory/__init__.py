@@ -107,7 +107,7 @@ class MemoryStore(BlockStore):
 
     def get_many_into(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
         shelf = self._open()
-        checked = [(block.key, namespace.check_buffer(block.key, block.into)) for block in blocks]
+        checked = [(block.key, namespace.check_buffer(block.key, block.into, writable=True)) for block in blocks]
         return [self._get(shelf, (namespace.fingerprint, key), into) for key, into in checked]
 
     def _get(self, shelf: _Shelf, address: tuple[bytes, BlockKey], into: np.ndarray) -> GetOutcome:
@@ -126,6 +126,8 @@ class MemoryStore(BlockStore):
 
     def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         shelf = self._open()
+        for key in keys:
+            namespace.check_key(key)
         removed: list[bool] = []
         with shelf.lock:
             for key in keys:
@@ -146,6 +148,8 @@ class MemoryStore(BlockStore):
 
     def touch_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
         shelf = self._open()
+        for key in keys:
+            namespace.check_key(key)
         with shelf.lock:
             for key in keys:
                 if (namespace.fingerprint, key) in shelf.entries:
