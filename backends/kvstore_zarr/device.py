@@ -1,0 +1,173 @@
+"""Block files in and out of memory: one vectored call each, past the page cache where the file system allows it.
+
+O_DIRECT wants addresses, offsets and lengths that are multiples of a page. Files are (see `format`); a caller's buffer
+that is not goes through a bounce buffer of this thread's, whose size is bounded.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.errors import StoreAccessError
+from kvstore_zarr.format import PAGE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from kvstore_zarr.format import BlockFrame
+
+__all__ = ["BOUNCE_BYTES", "BlockDevice", "aligned_empty", "probe_direct"]
+
+BOUNCE_BYTES = 4 << 20
+"""The most memory a thread keeps for callers whose buffers are not aligned."""
+
+
+def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
+    """`nbytes` of zeroed, page-aligned memory that lives as long as the array (whole pages are taken)."""
+    return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=np.uint8)[:nbytes]
+
+
+def probe_direct(folder: Path) -> str | None:
+    """Write and read a page in `folder` with O_DIRECT: None if that works, else why not.
+
+    Really tried, because some file systems take the flag at open and refuse the transfer. Raises OSError when
+    `folder` cannot be written at all.
+    """
+    if not hasattr(os, "O_DIRECT"):
+        return "this platform has no O_DIRECT"
+    name = folder / f"probe-{os.getpid()}-{threading.get_ident()}"
+    page = aligned_empty(PAGE)
+    try:
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT, 0o600)
+    except OSError as error:
+        name.unlink(missing_ok=True)  # some file systems create the file before they refuse the flag
+        if error.errno != errno.EINVAL:
+            raise
+        return f"the file system refuses O_DIRECT: {error.strerror}"
+    try:
+        moved = os.pwritev(fd, [page.data], 0), os.preadv(fd, [page.data], 0)
+        return None if moved == (PAGE, PAGE) else f"O_DIRECT moved {moved} of {PAGE} bytes"
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return f"the file system refuses O_DIRECT transfers: {error.strerror}"
+    finally:
+        os.close(fd)
+        name.unlink()
+
+
+class _Scratch(threading.local):
+    """This thread's page-aligned memory: two pages for closings, and a bounce buffer once it is needed."""
+
+    def __init__(self) -> None:
+        self.closing = aligned_empty(2 * PAGE)
+        self._bounce: NDArray[np.uint8] | None = None
+
+    @property
+    def bounce(self) -> NDArray[np.uint8]:
+        if self._bounce is None:
+            self._bounce = aligned_empty(BOUNCE_BYTES)
+        return self._bounce
+
+
+class BlockDevice:
+    """How the store opens block files and moves their bytes. Threads share one; calls release the GIL."""
+
+    def __init__(self, *, direct: bool) -> None:
+        self.direct = direct
+        self._flags = os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+        self._scratch = _Scratch()
+
+    @classmethod
+    def choose(cls, io: str, folder: Path) -> tuple[BlockDevice, str | None]:
+        """The device that option `io` (auto, direct, buffered) means in `folder`, and why it is not direct, if so.
+
+        Raises `StoreAccessError` for `direct` where that does not work, OSError where `folder` cannot be written.
+        """
+        reason = "io=buffered was asked for" if io == "buffered" else probe_direct(folder)
+        if reason is not None and io == "direct":
+            raise StoreAccessError(f"io=direct is not possible in {folder}: {reason}; use io=auto or io=buffered")
+        return cls(direct=reason is None), reason
+
+    def create(self, path: str, mode: int) -> int:
+        """A descriptor of the new file `path`. Raises FileExistsError and whatever open(2) says."""
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | self._flags, mode)
+
+    def open(self, path: str, *, writable: bool = False) -> int:
+        """A descriptor of the file `path`, for reading or also for overwriting it in place."""
+        return os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | self._flags)
+
+    def closing(self) -> NDArray[np.uint8]:
+        """This thread's page-aligned buffer for a closing; valid until the thread's next transfer."""
+        return self._scratch.closing
+
+    def write(self, fd: int, frame: BlockFrame, payload: NDArray[np.uint8], closing: NDArray[np.uint8]) -> None:
+        """Write `payload`'s whole pages and the closing, from offset 0. Raises OSError, e.g. for a full disk."""
+        body, last = payload[: frame.whole], closing[: frame.closing]
+        if not self._needs_bounce(body):
+            _write_all(fd, [body.data, last.data] if frame.whole else [last.data], 0)
+            return
+        for start, part, pieces in self._bounced(body, last):
+            np.copyto(self._scratch.bounce[: part.nbytes], part)
+            _write_all(fd, pieces, start)
+
+    def read(self, fd: int, frame: BlockFrame, payload: NDArray[np.uint8], closing: NDArray[np.uint8]) -> bool:
+        """Read a block file into `payload`, all of it, and `closing`; False if the file is too short."""
+        body, last = payload[: frame.whole], closing[: frame.closing]
+        if not self._needs_bounce(body):
+            if not _read_all(fd, [body.data, last.data] if frame.whole else [last.data], 0):
+                return False
+        else:
+            for start, part, pieces in self._bounced(body, last):
+                if not _read_all(fd, pieces, start):
+                    return False
+                np.copyto(part, self._scratch.bounce[: part.nbytes])
+        payload[frame.whole :] = last[: frame.rest]
+        return True
+
+    def _needs_bounce(self, body: NDArray[np.uint8]) -> bool:
+        return self.direct and body.nbytes > 0 and body.ctypes.data % PAGE != 0
+
+    def _bounced(
+        self, body: NDArray[np.uint8], last: NDArray[np.uint8]
+    ) -> Iterator[tuple[int, NDArray[np.uint8], list[memoryview]]]:
+        """`body` in parts that fit the bounce buffer: offset, part, what to transfer; `last` goes with the last."""
+        for start in range(0, body.nbytes, BOUNCE_BYTES):
+            part = body[start : start + BOUNCE_BYTES]
+            pieces = [self._scratch.bounce[: part.nbytes].data]
+            yield start, part, pieces + ([last.data] if start + part.nbytes == body.nbytes else [])
+
+
+def _write_all(fd: int, pieces: list[memoryview], offset: int) -> None:
+    wanted = sum(piece.nbytes for piece in pieces)
+    while (done := os.pwritev(fd, pieces, offset)) < wanted:
+        if done <= 0:
+            raise OSError(errno.EIO, f"a write of {wanted} bytes wrote none")
+        pieces, offset, wanted = _rest_of(pieces, done), offset + done, wanted - done
+
+
+def _read_all(fd: int, pieces: list[memoryview], offset: int) -> bool:
+    wanted = sum(piece.nbytes for piece in pieces)
+    while (done := os.preadv(fd, pieces, offset)) < wanted:
+        if done <= 0:
+            return False
+        pieces, offset, wanted = _rest_of(pieces, done), offset + done, wanted - done
+    return True
+
+
+def _rest_of(pieces: list[memoryview], done: int) -> list[memoryview]:
+    rest: list[memoryview] = []
+    for piece in pieces:
+        if done < piece.nbytes:
+            rest.append(piece[done:])
+        done = max(0, done - piece.nbytes)
+    return rest

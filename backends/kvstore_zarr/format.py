@@ -1,0 +1,147 @@
+"""One block as one file: where its bytes stand, what seals it, and what must hold when it is read back.
+
+::
+
+    payload | crc32c(payload) | tail: facts, zeros, crc32c | shard index, crc32c
+    ^ the zarr inner chunk ---^ ^ skipped by stock readers   ^ constant for a given size
+
+The file is a whole number of pages, so that O_DIRECT moves it in one call: the payload's whole pages straight from or
+to the caller's memory, and the rest, the *closing*, through one or two pages of our own. The tail's checksum runs over
+everything from the payload's checksum to its own place, the zeros included, and so binds the payload to the facts:
+every bit of the file is covered, and a block under another block's name is caught. Integers are little-endian.
+
+Format version 0: it may change without notice until the speed work is done.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvstore.integrity import crc32c
+from kvstore.namespace import FINGERPRINT_BYTES, MAX_DIGEST_BYTES
+from kvstore.types import BlockKey
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["FORMAT_VERSION", "PAGE", "WORD_BYTES", "BlockFacts", "BlockFrame", "DigestWords"]
+
+FORMAT_VERSION = 0
+PAGE = 4096
+WORD_BYTES = 7
+"""A digest word: zarr dimensions are signed 64-bit integers, so 8 bytes do not fit."""
+
+MAGIC = b"KVBLOCK\n"
+_CRC = struct.Struct("<I")
+_INDEX = struct.Struct("<QQ")
+# magic, version, flags, group, digest length, parent length, payload bytes, generation, created (ns since the epoch),
+# position, namespace fingerprint, digest, parent digest
+_TAIL = struct.Struct(f"<8sHHHBBQQQq{FINGERPRINT_BYTES}s{MAX_DIGEST_BYTES}s{MAX_DIGEST_BYTES}s")
+_INDEX_BYTES = _INDEX.size + _CRC.size
+_CLOSING_MIN = _CRC.size + _TAIL.size + _CRC.size + _INDEX_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFacts:
+    """What a block's tail says of it. `created` is in nanoseconds since the epoch.
+
+    `generation` numbers the copies ever written in a store, so that the removal of an old copy cannot hit a new one.
+    """
+
+    fingerprint: bytes
+    key: BlockKey
+    payload_bytes: int
+    generation: int
+    created: int
+    position: int
+    parent: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DigestWords:
+    """How a digest becomes a place in a sparse array: the first byte a folder, the rest words of up to 7 bytes."""
+
+    digest_bytes: int
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Bytes in each word; all are full but the last."""
+        full, rest = divmod(self.digest_bytes - 1, WORD_BYTES)
+        return (WORD_BYTES,) * full + ((rest,) if rest else ())
+
+    def folder(self, digest: bytes) -> str:
+        """The name of the array that holds `digest`: its first byte in hex."""
+        return f"{digest[0]:02x}"
+
+    def index(self, digest: bytes) -> tuple[int, ...]:
+        """The digest's place along the array's leading axes: its words, most significant byte first."""
+        starts = range(1, self.digest_bytes, WORD_BYTES)
+        return tuple(int.from_bytes(digest[start : start + WORD_BYTES], "big") for start in starts)
+
+    def digest(self, folder: str, index: tuple[int, ...]) -> bytes:
+        """The digest that `folder` and `index` name. Raises ValueError or OverflowError if there is none."""
+        if len(index) != len(self.widths) or len(folder) != 2:
+            raise ValueError(f"{folder}/{index} does not name a digest of {self.digest_bytes} bytes")
+        words = (word.to_bytes(width, "big") for word, width in zip(index, self.widths, strict=True))
+        return bytes.fromhex(folder) + b"".join(words)
+
+
+class BlockFrame:
+    """The frame around payloads of one size. Immutable; threads share it.
+
+    `file_bytes` is the file's size, `whole` the part of the payload that is whole pages, `rest` the bytes after it that
+    stand at the start of the closing, `closing` the size of the closing: whole pages, `whole + closing == file_bytes`.
+    """
+
+    def __init__(self, payload_bytes: int) -> None:
+        self.payload_bytes = payload_bytes
+        self.file_bytes = math.ceil((payload_bytes + _CLOSING_MIN) / PAGE) * PAGE
+        self.whole = payload_bytes // PAGE * PAGE
+        self.rest = payload_bytes - self.whole
+        self.closing = self.file_bytes - self.whole
+        entry = _INDEX.pack(0, payload_bytes + _CRC.size)
+        self._index = entry + _CRC.pack(crc32c(entry))
+        self._tail_at = self.rest + _CRC.size
+        self._tail_crc_at = self.closing - _INDEX_BYTES - _CRC.size
+
+    def seal(self, closing: NDArray[np.uint8], payload: NDArray[np.uint8], facts: BlockFacts) -> None:
+        """Fill `closing` (at least `self.closing` bytes, the caller's) so that it completes `payload`."""
+        closing[: self.rest] = payload[self.whole :]
+        closing[self._tail_at + _TAIL.size : self._tail_crc_at] = 0
+        view = closing.data
+        key = facts.key
+        _CRC.pack_into(view, self.rest, crc32c(payload))
+        _TAIL.pack_into(
+            *(view, self._tail_at, MAGIC, FORMAT_VERSION, 0, key.group, len(key.digest), len(facts.parent)),
+            *(facts.payload_bytes, facts.generation, facts.created, facts.position),
+            *(facts.fingerprint, key.digest, facts.parent),
+        )
+        _CRC.pack_into(view, self._tail_crc_at, crc32c(closing[self.rest : self._tail_crc_at]))
+        view[self.closing - _INDEX_BYTES : self.closing] = self._index
+
+    def facts(self, closing: NDArray[np.uint8]) -> BlockFacts | None:
+        """What the tail says, or None where it or the shard index is damaged, or frames a payload of another size."""
+        view = closing.data
+        if bytes(view[self.closing - _INDEX_BYTES : self.closing]) != self._index:
+            return None
+        if _CRC.unpack_from(view, self._tail_crc_at)[0] != crc32c(closing[self.rest : self._tail_crc_at]):
+            return None
+        facts = _unpack_tail(_TAIL.unpack_from(view, self._tail_at))
+        return facts if facts is not None and facts.payload_bytes == self.payload_bytes else None
+
+    def payload_is_intact(self, closing: NDArray[np.uint8], payload: NDArray[np.uint8]) -> bool:
+        """Whether `payload` is the one that `closing` completes; its last `rest` bytes are already in place."""
+        return bool(_CRC.unpack_from(closing.data, self.rest)[0] == crc32c(payload))
+
+
+def _unpack_tail(fields: tuple[Any, ...]) -> BlockFacts | None:
+    magic, version, _flags, group, digest_bytes, parent_bytes, payload, generation, created, position = fields[:10]
+    fingerprint, digest, parent = fields[10:]
+    if magic != MAGIC or version != FORMAT_VERSION or max(digest_bytes, parent_bytes) > MAX_DIGEST_BYTES:
+        return None
+    key = BlockKey(digest[:digest_bytes], group)
+    return BlockFacts(fingerprint, key, payload, generation, created, position, parent[:parent_bytes])

@@ -1,0 +1,144 @@
+"""The `zarr.json` documents beside the blocks, and where in the tree everything stands.
+
+::
+
+    <root>/<namespace>/zarr.json                       group; attributes: the namespace manifest, the digest words
+    <root>/<namespace>/g0/zarr.json                    group of KV-cache group 0
+    <root>/<namespace>/g0/a7/zarr.json                 its digests whose first byte is a7: a sparse array
+    <root>/<namespace>/g0/a7/<w0>.….<w4>.0.0.0.0.0     one block: one shard with one inner chunk
+
+The documents are written as JSON, without zarr-python, whose import alone takes longer than opening a tier may; the
+tests hold them against zarr-python and tensorstore.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from kvstore.errors import NewerFormatError, NotAStoreError
+from kvstore.namespace import Namespace
+from kvstore.types import BlockKey
+from kvstore_zarr.format import FORMAT_VERSION, BlockFrame, DigestWords
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvstore.layout import BlockLayout
+
+__all__ = ["METADATA_NAME", "NamespaceTree", "read_namespace"]
+
+METADATA_NAME = "zarr.json"
+_ATTRIBUTE = "kvstore"
+
+
+class NamespaceTree:
+    """Where the blocks of one namespace stand, relative to the store's root, and the documents that describe them.
+
+    `frames` has each group's `BlockFrame`. Immutable; threads share it.
+    """
+
+    def __init__(self, namespace: Namespace) -> None:
+        self.namespace = namespace
+        self._words = DigestWords(namespace.digest_bytes)
+        self._suffixes = tuple(".0" * len(layout.shape) for layout in namespace.layouts)
+        self.frames = tuple(BlockFrame(layout.nbytes) for layout in namespace.layouts)
+        self._groups = tuple(f"{namespace.name}/g{group}" for group in range(len(namespace.layouts)))
+
+    def folder(self, key: BlockKey) -> str:
+        """The array that holds `key`'s block."""
+        return f"{self._groups[key.group]}/{self._words.folder(key.digest)}"
+
+    def block(self, key: BlockKey) -> str:
+        """The file that holds `key`'s block."""
+        words = ".".join(map(str, self._words.index(key.digest)))
+        return f"{self.folder(key)}/{words}{self._suffixes[key.group]}"
+
+    def key(self, group: int, folder: str, name: str) -> BlockKey:
+        """The inverse of `block`: the key that file `name` holds. Raises ValueError or OverflowError if none."""
+        suffix = self._suffixes[group]
+        if not name.endswith(suffix):
+            raise ValueError(f"{name} is not the name of a block of group {group}")
+        key = BlockKey(self._words.digest(folder, tuple(map(int, name.removesuffix(suffix).split(".")))), group)
+        if self.block(key) != f"{self._groups[group]}/{folder}/{name}":
+            raise ValueError(f"{name} is not how a block's name is written")
+        return key
+
+    def documents(self, key: BlockKey) -> dict[str, str]:
+        """The `zarr.json` of every folder from the namespace's down to `key`'s, outermost first: path to text."""
+        name, group = self.namespace.name, self._groups[key.group]
+        return {
+            f"{name}/{METADATA_NAME}": _dump(self._namespace_document()),
+            f"{group}/{METADATA_NAME}": _dump(_group_document({})),
+            f"{self.folder(key)}/{METADATA_NAME}": _dump(self._array_document(self.namespace.layouts[key.group])),
+        }
+
+    def _namespace_document(self) -> dict[str, Any]:
+        facts = {
+            "format": FORMAT_VERSION,
+            "fingerprint": self.namespace.name,
+            "digest_words": {"count": len(self._words.widths), "bytes": list(self._words.widths)},
+            "namespace": self.namespace.to_manifest(),
+        }
+        return _group_document({_ATTRIBUTE: facts})
+
+    def _array_document(self, layout: BlockLayout) -> dict[str, Any]:
+        widths = self._words.widths
+        chunk = [1] * len(widths) + list(layout.shape)
+        as_bytes = {"name": "bytes", "configuration": {"endian": "little"}}
+        checksum = {"name": "crc32c"}
+        inner = {"name": "bytes"} if layout.dtype == "uint8" else as_bytes
+        sharding = {
+            "chunk_shape": chunk,
+            "codecs": [inner, checksum],
+            "index_codecs": [as_bytes, checksum],
+            "index_location": "end",
+        }
+        return {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": [1 << 8 * width for width in widths] + list(layout.shape),
+            "data_type": layout.dtype,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+            "chunk_key_encoding": {"name": "v2", "configuration": {"separator": "."}},
+            "fill_value": 0 if layout.dtype == "uint8" else "NaN",
+            "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+            "attributes": {},
+            "dimension_names": [f"w{number}" for number in range(len(widths))] + list(layout.axes),
+            "storage_transformers": [],
+        }
+
+
+def read_namespace(folder: Path) -> Namespace | None:
+    """The namespace whose blocks are below `folder`, from its manifest; None where that is no kvstore namespace.
+
+    Raises `NewerFormatError` for a manifest of a later format, and `NotAStoreError` for one that contradicts itself.
+    """
+    try:
+        facts = json.loads((folder / METADATA_NAME).read_bytes())["attributes"][_ATTRIBUTE]
+        version, fingerprint = facts["format"], facts["fingerprint"]
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+        return None
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise NewerFormatError(
+            f"{folder / METADATA_NAME} is of format {version}; this kvstore knows up to {FORMAT_VERSION}: upgrade"
+            " kvstore-tiers, or use another directory"
+        )
+    try:
+        namespace = Namespace.from_manifest(facts["namespace"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise NotAStoreError(f"{folder / METADATA_NAME} does not describe a namespace: {error!r}") from error
+    if not fingerprint == namespace.name == folder.name:
+        raise NotAStoreError(
+            f"{folder / METADATA_NAME} describes namespace {namespace.name}, in a folder named {folder.name}: it was"
+            " changed or renamed; move it away"
+        )
+    return namespace
+
+
+def _group_document(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+
+
+def _dump(document: dict[str, Any]) -> str:
+    return json.dumps(document, indent=1) + "\n"
