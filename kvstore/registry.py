@@ -6,7 +6,7 @@ A package adds a scheme with an entry point in the group `kvstore.backends`, nam
 
 from __future__ import annotations
 
-import importlib
+import difflib
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -43,20 +43,26 @@ def open_store(url: str | Mapping[str, Any] | TierURL, **options: Any) -> BlockS
 def backend_class(url: TierURL) -> type[BlockStore]:
     """The class that serves `url`'s scheme. Raises `UnknownSchemeError` or `MissingDependencyError`."""
     scheme = f"{url.format}+{url.scheme}" if url.format else url.scheme
-    entry = _entries().get(scheme)
-    if entry is None:
-        raise UnknownSchemeError(f"{url}: no backend for {scheme}://. Known here: {', '.join(known_schemes())}")
-    module, _, name = entry.value.partition(":")
+    candidates = _entries().get(scheme, [])
+    if not candidates:
+        raise UnknownSchemeError(_unknown(url, scheme))
+    if len(candidates) > 1:
+        claims = ", ".join(sorted(f"{_origin(entry)} ({entry.value})" for entry in candidates))
+        raise ConfigurationError(f"{scheme}:// is claimed by more than one package: {claims}. Uninstall all but one")
+    entry = candidates[0]
     try:
-        backend = getattr(importlib.import_module(module), name)
-    except ImportError as error:
-        package = error.name or module
+        backend = entry.load()
+    except ModuleNotFoundError as error:
+        package = (error.name or entry.module).partition(".")[0]
         raise MissingDependencyError(
-            f"{scheme}:// needs the package {package!r}, which is not installed: pip install {package}",
-            name=error.name,
+            f"{scheme}:// needs the package {package!r}, which is not installed: pip install {package}"
         ) from error
+    except ImportError as error:
+        raise MissingDependencyError(f"{scheme}:// cannot be used here: {error}") from error
+    except AttributeError as error:
+        raise ConfigurationError(f"{scheme}:// is {entry.value} of {_origin(entry)}: {error}") from error
     if not (isinstance(backend, type) and issubclass(backend, BlockStore)):
-        raise ConfigurationError(f"entry point {scheme!r} of {ENTRY_POINT_GROUP} is {entry.value}, not a BlockStore")
+        raise ConfigurationError(f"{scheme}:// is {entry.value} of {_origin(entry)}, which is not a BlockStore class")
     return backend
 
 
@@ -65,7 +71,24 @@ def known_schemes() -> list[str]:
     return sorted(_entries())
 
 
-def _entries() -> dict[str, EntryPoint]:
-    installed = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
-    builtin = {scheme: EntryPoint(scheme, path, ENTRY_POINT_GROUP) for scheme, path in BUILTINS.items()}
-    return {**installed, **builtin}
+def _entries() -> dict[str, list[EntryPoint]]:
+    """Scheme -> who claims it; one package that is found twice on the path claims it once."""
+    builtin = {scheme: [EntryPoint(scheme, path, ENTRY_POINT_GROUP)] for scheme, path in BUILTINS.items()}
+    installed: dict[str, dict[str, EntryPoint]] = {}
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        installed.setdefault(entry.name, {}).setdefault(entry.value, entry)
+    return {scheme: list(claims.values()) for scheme, claims in installed.items()} | builtin
+
+
+def _origin(entry: EntryPoint) -> str:
+    return f"package {entry.dist.name}" if entry.dist else "kvstore"
+
+
+def _unknown(url: TierURL, scheme: str) -> str:
+    known = known_schemes()
+    close = difflib.get_close_matches(scheme, known, 1)
+    guess = f" Did you mean {close[0]}://?" if close else ""
+    return (
+        f"{url}: no backend for {scheme}://.{guess} Known here: {', '.join(known)}. A package that is installed adds"
+        f" its schemes with entry points in the group {ENTRY_POINT_GROUP}"
+    )

@@ -8,13 +8,15 @@ skipped: an unknown option or a bad value is an error that names what is known. 
 
 from __future__ import annotations
 
+import difflib
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
-from urllib.parse import parse_qsl, quote, unquote, urlencode
+from urllib.parse import parse_qsl, quote, unquote
 
 from kvstore.errors import InvalidOptionError, InvalidURLError, UnknownOptionError
 
@@ -35,9 +37,14 @@ T = TypeVar("T", covariant=True)
 
 _URL = re.compile(
     r"(?:(?P<format>[a-z][a-z0-9]*)\+)?(?P<scheme>[a-z][a-z0-9.-]*(?:::[a-z][a-z0-9.-]*)*)://(?P<rest>.*)",
-    re.S,
+    re.DOTALL,
 )
-_SECRET = re.compile(r"(?:^|_)(secret|password|passwd|token|key|credential)s?(?:$|_)", re.IGNORECASE)
+_HOST_AND_PORT = re.compile(r"[^:]*(?::[0-9]*)?|\[[0-9A-Fa-f:.]*\](?::[0-9]*)?")
+_SECRET_NAME = re.compile(
+    r"secret|passw|passphrase|pwd|token|key|credential|auth|signature|bearer|cookie|connection_?string|(?:^|_)sas(?:$|_)",
+    re.IGNORECASE,
+)
+_HIDDEN = "***"
 
 
 @dataclass(frozen=True)
@@ -50,44 +57,43 @@ class Option(Generic[T]):
     help: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TierURL:
-    """A parsed tier URL. `location` is percent-decoded; `raw_options` are as given, `values` as parsed."""
+    """A parsed tier URL. `location` is percent-decoded; `raw_options` are as given, `values` as parsed.
+
+    `userinfo` is what stood before an `@` in the host part, as it was written (percent-encoded). It is kept out of
+    `location`, of `str` and of `repr`, so that no message can show a password by accident.
+    """
 
     scheme: str
     location: str
     format: str | None = None
     raw_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    values: Mapping[str, object] = field(default_factory=dict[str, object], repr=False)
+    values: Mapping[str, object] = field(default_factory=dict[str, object])
+    userinfo: str | None = None
 
     @classmethod
-    def parse(cls, url: str | Mapping[str, Any] | TierURL, **options: Any) -> TierURL:
+    def parse(cls, url: str | Mapping[str, Any] | TierURL, /, **options: Any) -> TierURL:
         """Read a URL, a mapping with a `url` entry, or a TierURL; `options` come on top.
 
         The same option given twice, in whichever way, is an `InvalidOptionError`; a text that is no URL an
         `InvalidURLError`.
         """
         if isinstance(url, TierURL):
-            return cls(url.scheme, url.location, url.format, _merged(url.raw_options, options))
+            return replace(url, raw_options=_merged(url.raw_options, options), values={})
         if isinstance(url, Mapping):
-            given = dict(url)
+            given = {str(name): value for name, value in url.items()}
             text = given.pop("url", None)
             if not isinstance(text, str):
                 raise InvalidURLError('a tier configuration needs an entry "url", e.g. {"url": "file:///mnt/nvme/kv"}')
             return cls.parse(text, **_merged(given, options))
-        match = _URL.fullmatch(url)
+        match = _URL.fullmatch(_text(url))
         if match is None:
-            hint = f'; for a local folder write "file://{quote(str(Path(url).absolute()))}"' if "://" not in url else ""
-            raise InvalidURLError(f"{_redact(url)!r} is not a tier URL: scheme://location[?options]{hint}")
-        location, mark, query = match["rest"].partition("?")
-        try:
-            pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if mark and query else []
-        except ValueError:
-            raise InvalidURLError(f"{_redact(url)!r}: options are written name=value, joined by &") from None
-        in_url: dict[str, Any] = {}
-        for name, value in pairs:
-            in_url = _merged(in_url, {name: value})
-        return cls(match["scheme"], unquote(location), match["format"], _merged(in_url, options))
+            raise InvalidURLError(_not_a_url(url))
+        head, _, query = match["rest"].partition("?")
+        userinfo, location = _split_location(match["scheme"], head)
+        plain = cls(match["scheme"], location, match["format"], userinfo=userinfo)
+        return replace(plain, raw_options=_merged(_split_query(plain, query), options))
 
     def validated(self, known: Sequence[Option[object]]) -> TierURL:
         """The same URL with every option parsed. Raises `UnknownOptionError` or `InvalidOptionError`."""
@@ -95,42 +101,115 @@ class TierURL:
         values: dict[str, object] = {option.name: option.default for option in known}
         for name, value in self.raw_options.items():
             if name not in by_name:
-                listing = "".join(f"\n  {option.name}: {option.help}" for option in known) or " none"
-                raise UnknownOptionError(f"{self}: unknown option {name!r}. {self.scheme}:// knows:{listing}")
+                raise UnknownOptionError(self._unknown(name, known))
             try:
                 values[name] = by_name[name].parse(value)
-            except (ValueError, TypeError) as error:
-                shown = "" if _SECRET.search(name) else f"={value!r}"
-                raise InvalidOptionError(f"{self}: option {name}{shown}: {error} ({by_name[name].help})") from None
-        return TierURL(self.scheme, self.location, self.format, self.raw_options, values)
+            except (ValueError, TypeError, OverflowError) as error:
+                secret = _SECRET_NAME.search(name)
+                what = f"{name}: bad value" if secret else f"{name}={_shown(name, value)!r}: {_no_userinfo(str(error))}"
+                raise InvalidOptionError(f"{self}: option {what} ({by_name[name].help})") from None
+        return replace(self, values=values)
+
+    def _unknown(self, name: str, known: Sequence[Option[object]]) -> str:
+        close = difflib.get_close_matches(name, [option.name for option in known], 1)
+        guess = f", did you mean {close[0]!r}?" if close else "."
+        listing = "".join(f"\n  {option.name}: {option.help}" for option in known) or " no options"
+        return f"{self}: unknown option {name!r}{guess} {self.scheme}:// knows:{listing}"
 
     def option(self, option: Option[T]) -> T:
         """The parsed value of `option`; its default where it was not given (or the URL was not validated)."""
         return cast("T", self.values.get(option.name, option.default))
 
     def __str__(self) -> str:
-        """The URL with credentials redacted: fit for logs and messages, not for opening."""
-        prefix = f"{self.format}+" if self.format else ""
-        shown = {name: "***" if _SECRET.search(name) else value for name, value in self.raw_options.items()}
-        query = f"?{urlencode(shown, safe='/:%*')}" if shown else ""
-        return f"{prefix}{self.scheme}://{_redact(self.location)}{query}"
+        """The URL with credentials redacted: fit for logs and messages, not for opening.
+
+        Where there was nothing to redact, `TierURL.parse` reads it back as the same URL.
+        """
+        prefix = f"{self.format}+{self.scheme}" if self.format else self.scheme
+        user = f"{_HIDDEN}@" if self.userinfo is not None else ""
+        host, slash, path = self.location.partition("/")
+        shown_host = quote(host, safe="[]:" if _HOST_AND_PORT.fullmatch(host) else "")
+        options = "&".join(
+            f"{_quoted(name)}={_quoted(_shown(name, value))}" for name, value in self.raw_options.items()
+        )
+        query = f"?{options}" if options else ""
+        return f"{prefix}://{user}{shown_host}{slash}{quote(path, safe='/:@+,=~')}{query}"
 
     def __repr__(self) -> str:
         return f"TierURL({str(self)!r})"
 
 
+def _text(url: object) -> str:
+    if not isinstance(url, str):
+        raise InvalidURLError(
+            f"a tier URL is text such as 'file:///mnt/nvme/kv', not {type(url).__name__} (a Path has as_uri())"
+        )
+    return url
+
+
+def _not_a_url(text: str) -> str:
+    hint = ""
+    if "://" not in text and not {"@", "?"} & set(text):
+        hint = f'; for a local folder write "file://{quote(str(Path(text).absolute()))}"'
+    return f"{_redact(text)!r} is not a tier URL: scheme://location[?options], the scheme in lower case{hint}"
+
+
+def _split_location(scheme: str, head: str) -> tuple[str | None, str]:
+    """The user part as written, and the rest percent-decoded."""
+    authority, slash, path = head.partition("/")
+    userinfo, at, host = authority.rpartition("@")
+    if not _HOST_AND_PORT.fullmatch(host):
+        # A "/" or "?" in a password ends the host part early: what is left looks like a port that is no number.
+        raise InvalidURLError(
+            f"{scheme}://{_HIDDEN}: what follows the colon is not a port; in a user name or a password write"
+            " / as %2F, ? as %3F and @ as %40, in a name : as %3A"
+        )
+    try:
+        location = unquote(host + slash + path, errors="strict")
+    except UnicodeDecodeError:
+        raise InvalidURLError(f"{scheme}://{_redact(head)}: the percent-encoded bytes are not UTF-8") from None
+    if "\0" in location:
+        raise InvalidURLError(f"{scheme}://{_redact(head)}: a location cannot have a NUL byte (%00)")
+    return (userinfo if at else None), location
+
+
+def _split_query(url: TierURL, query: str) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True, errors="strict") if query else []
+    except ValueError:
+        raise InvalidURLError(f"{url}: options are written name=value, joined by &, in percent-encoded UTF-8") from None
+    for name, value in pairs:
+        options = _merged(options, {name: value})
+    return options
+
+
 def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     twice = sorted(first.keys() & second.keys())
     if twice:
-        raise InvalidOptionError(f"option {twice[0]!r} was given twice: leave it in the URL or beside it, not both")
+        raise InvalidOptionError(f"option {twice[0]!r} was given twice: give it once, in the URL or beside it")
     return {**first, **second}
 
 
+def _shown(name: str, value: object) -> str:
+    """An option's value, fit for a message; what is not a plain value may hold anything and is not shown."""
+    if _SECRET_NAME.search(name) or not isinstance(value, (str, int, float, Path)):
+        return _HIDDEN
+    return str(value).lower() if isinstance(value, bool) else _no_userinfo(str(value))
+
+
+def _quoted(text: str) -> str:
+    """Percent-encoded, but `80%` stays readable: a % that no hex digits follow means itself."""
+    return re.sub(r"%25(?![0-9A-Fa-f]{2})", "%", quote(text, safe="/:*,@"))
+
+
 def _redact(text: str) -> str:
-    text = re.sub(r"(^|//)[^/@?]*@", r"\1***@", text)
-    return re.sub(
-        r"([?&][^=&]*(?:secret|password|passwd|token|key|credential)[^=&]*=)[^&]*", r"\1***", text, flags=re.I
-    )
+    """Text that could not be read as a URL, without whatever could be a user name, a password or an option."""
+    return re.sub(r"^[^/]*@", f"{_HIDDEN}@", _no_userinfo(text.partition("?")[0]))
+
+
+def _no_userinfo(text: str) -> str:
+    return re.sub(r"//.*@", f"//{_HIDDEN}@", text, flags=re.DOTALL)
 
 
 # Options that mean the same everywhere; a backend lists those it understands.
@@ -147,9 +226,12 @@ def parse_size(text: Any) -> int:
     if isinstance(text, int) and not isinstance(text, bool) and text > 0:
         return text
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text) if isinstance(text, str) else None
-    if match is None or match[2].lower() not in _UNITS or float(match[1]) <= 0:
+    unit = _UNITS.get(match[2].lower()) if match else None
+    # A fraction, because a float is off by whole bytes beyond 9 PB and overflows beyond that.
+    size = int(Fraction(match[1]) * unit) if match and unit else 0
+    if size < 1:
         raise ValueError("expected bytes such as 500GB, 64MiB or 1048576")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    return size
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +279,9 @@ def _boolean(text: Any) -> bool:
 
 
 def _mode(text: Any) -> int:
-    mode = int(text, 8) if isinstance(text, str) else int(text)
-    if mode & ~0o777 or mode & 0o600 != 0o600:
+    octal = re.fullmatch(r"(?:0o)?[0-7]{1,4}", text) if isinstance(text, str) else None
+    mode = int(text, 8) if octal else text
+    if not isinstance(mode, int) or mode & ~0o777 or mode & 0o600 != 0o600:
         raise ValueError("expected octal file permissions that let the owner read and write, such as 0600 or 0660")
     return mode
 
