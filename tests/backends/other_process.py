@@ -1,0 +1,58 @@
+"""What tests have other processes do with a tier. Each function opens it, works, and closes it again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tiers import SPACE, Tier, get, keys, writes
+
+if TYPE_CHECKING:
+    from kvstore import GetOutcome, Namespace, PutOutcome, Usage
+
+
+def put(tier: Tier, numbers: list[int], options: dict[str, Any] | None = None) -> list[PutOutcome]:
+    """Store blocks."""
+    with tier.open(**options or {}) as store:
+        return store.put_many(SPACE, writes(numbers))
+
+
+def read(tier: Tier, numbers: list[int]) -> list[GetOutcome | str]:
+    """Get blocks and compare their bytes."""
+    with tier.open() as store:
+        return get(store, numbers)
+
+
+def delete(tier: Tier, numbers: list[int]) -> list[bool]:
+    """Remove blocks."""
+    with tier.open() as store:
+        return store.delete_many(SPACE, keys(numbers))
+
+
+def look(tier: Tier) -> tuple[list[Namespace], set[bytes], Usage]:
+    """The namespaces, the digests of SPACE's blocks, and the usage."""
+    with tier.open() as store:
+        return store.namespaces(), {info.key.digest for info in store.scan(SPACE)}, store.usage()
+
+
+def hammer(tier: Tier, seed: int, rounds: int, options: dict[str, Any]) -> dict[str, int]:
+    """Put, get, delete and touch the same few blocks as everybody else; counts by outcome."""
+    import random
+
+    chance = random.Random(seed)
+    counts: dict[str, int] = {}
+    with tier.open(**options) as store:
+        for _ in range(rounds):
+            numbers = [chance.randrange(24) for _ in range(chance.randrange(1, 5))]
+            match chance.randrange(8):
+                case 0 | 1 | 2:
+                    outcomes: list[object] = [str(outcome) for outcome in store.put_many(SPACE, writes(numbers))]
+                case 3 | 4 | 5:
+                    outcomes = [str(outcome) for outcome in get(store, numbers)]
+                case 6:
+                    store.touch_many(SPACE, keys(numbers))
+                    outcomes = []
+                case _:
+                    outcomes = [f"deleted {done}" for done in store.delete_many(SPACE, keys(numbers))]
+            for outcome in outcomes:
+                counts[str(outcome)] = counts.get(str(outcome), 0) + 1
+    return counts

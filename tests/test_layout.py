@@ -1,0 +1,115 @@
+"""Layouts: what the bytes of a block mean, and views of them that share the memory."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore import BlockLayout
+from kvstore.errors import InvalidBlockError
+from kvstore.layout import CANONICAL_AXES, DTYPES, as_bytes
+
+CANONICAL = BlockLayout.canonical(layers=3, tokens=4, heads=2, head_dim=8, dtype="float16")
+
+
+def test_the_canonical_layout_is_layer_kv_token_head_dim_with_keys_before_values() -> None:
+    assert CANONICAL.axes == CANONICAL_AXES == ("layer", "kv", "token", "head", "dim")
+    assert CANONICAL.shape == (3, 2, 4, 2, 8)
+    assert CANONICAL.nbytes == 3 * 2 * 4 * 2 * 8 * 2
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float16", 2), ("bfloat16", 2), ("float32", 4), ("uint8", 1)])
+def test_a_block_has_the_bytes_of_its_elements(dtype: str, size: int) -> None:
+    layout = BlockLayout.canonical(layers=1, tokens=2, heads=3, head_dim=5, dtype=dtype)
+    assert layout.nbytes == 60 * size
+    assert layout.numpy_dtype.itemsize == size == DTYPES[dtype]
+
+
+def test_multi_byte_elements_are_little_endian_whatever_the_machine() -> None:
+    layout = BlockLayout("float32", ("x",), (1,))
+    assert layout.to_numpy(b"\x00\x00\x80\x3f").tolist() == [1.0]
+    assert BlockLayout("float16", ("x",), (1,)).to_numpy(b"\x00\x3c").tolist() == [1.0]
+    assert BlockLayout("bfloat16", ("x",), (1,)).to_numpy(b"\x80\x3f").astype(np.float32).tolist() == [1.0]
+
+
+def test_bfloat16_is_the_usual_one() -> None:
+    assert BlockLayout("bfloat16", ("x",), (4,)).numpy_dtype == ml_dtypes.bfloat16
+
+
+def test_numpy_and_torch_views_share_the_blocks_memory() -> None:
+    torch = pytest.importorskip("torch")
+    for dtype in ("float16", "bfloat16", "float32"):
+        layout = BlockLayout.canonical(layers=2, tokens=4, heads=2, head_dim=8, dtype=dtype)
+        block = bytearray(layout.nbytes)
+        array, tensor = layout.to_numpy(block), layout.to_torch(block)
+        array[1, 0, 3, 1, 7] = 2.5
+        assert tensor.shape == layout.shape
+        assert tensor.dtype == getattr(torch, dtype)
+        assert float(tensor[1, 0, 3, 1, 7]) == 2.5
+        tensor[0, 1, 0, 0, 0] = -4
+        assert float(array[0, 1, 0, 0, 0]) == -4
+        assert bytes(block).count(0) < len(block)
+
+
+def test_a_read_only_buffer_gives_a_read_only_array_and_no_tensor() -> None:
+    block = bytes(CANONICAL.nbytes)
+    assert not CANONICAL.to_numpy(block).flags.writeable
+    pytest.importorskip("torch")
+    with pytest.raises(InvalidBlockError, match="read-only"):
+        CANONICAL.to_torch(block)
+
+
+def test_a_buffer_of_another_size_is_no_block() -> None:
+    with pytest.raises(InvalidBlockError, match=f"{CANONICAL.nbytes - 1} bytes.*{CANONICAL.nbytes}"):
+        CANONICAL.to_numpy(bytes(CANONICAL.nbytes - 1))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "axes", "shape", "said"),
+    [
+        ("float64", ("x",), (4,), "float64.*float16"),
+        ("float16", ("x",), (4, 4), "axes"),
+        ("float16", ("x", "x"), (4, 4), "axes"),
+        ("float16", (), (), "empty"),
+        ("float16", ("x", "y"), (4, 0), "empty"),
+        ("float16", ("x",), (-1,), "empty"),
+    ],
+)
+def test_a_layout_that_makes_no_sense_is_refused(
+    dtype: str, axes: tuple[str, ...], shape: tuple[int, ...], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        BlockLayout(dtype, axes, shape)
+
+
+@given(
+    st.sampled_from(sorted(DTYPES)),
+    st.lists(st.integers(1, 2**40), min_size=1, max_size=6),
+)
+def test_a_layout_survives_its_manifest(dtype: str, shape: list[int]) -> None:
+    layout = BlockLayout(dtype, tuple(f"axis{i}" for i in range(len(shape))), tuple(shape))
+    assert BlockLayout.from_manifest(layout.to_manifest()) == layout
+
+
+def test_the_opaque_layout_is_bytes() -> None:
+    assert BlockLayout.opaque(1000) == BlockLayout("uint8", ("byte",), (1000,))
+    assert BlockLayout.opaque(1000).nbytes == 1000
+
+
+def test_any_contiguous_buffer_is_seen_as_bytes_without_a_copy() -> None:
+    owner = np.arange(6, dtype=np.float32).reshape(2, 3)
+    for buffer in (owner, memoryview(owner)):
+        flat = as_bytes(buffer)
+        assert flat.dtype == np.uint8
+        assert flat.shape == (24,)
+        assert np.shares_memory(flat, owner)
+    assert as_bytes(owner.astype(ml_dtypes.bfloat16)).nbytes == 12
+
+
+@pytest.mark.parametrize("buffer", [np.zeros((4, 4))[:, ::2], np.zeros((4, 2)).T, memoryview(bytes(16))[::2]])
+def test_a_buffer_with_gaps_is_refused(buffer: np.ndarray | memoryview) -> None:
+    with pytest.raises(InvalidBlockError, match="contiguous"):
+        as_bytes(buffer)

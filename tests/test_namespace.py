@@ -1,0 +1,123 @@
+"""Namespaces: whatever makes blocks differ makes the fingerprint differ, and nothing else does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore import BlockKey, BlockLayout, Namespace
+from kvstore.errors import InvalidBlockError
+
+LAYOUT = BlockLayout.canonical(layers=2, tokens=16, heads=2, head_dim=8, dtype="float16")
+SPACE = Namespace("model", "rev", (LAYOUT, BlockLayout.opaque(1000)), block_tokens=16)
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "model": {"model": "model2"},
+    "revision": {"revision": "rev2"},
+    "dtype": {"layouts": (dataclasses.replace(LAYOUT, dtype="bfloat16"), BlockLayout.opaque(1000))},
+    "shape of equal size": {
+        "layouts": (dataclasses.replace(LAYOUT, shape=(2, 2, 16, 1, 16)), BlockLayout.opaque(1000))
+    },
+    "axes": {
+        "layouts": (
+            dataclasses.replace(LAYOUT, axes=("kv", "layer", "token", "head", "dim")),
+            BlockLayout.opaque(1000),
+        )
+    },
+    "order of groups": {"layouts": (BlockLayout.opaque(1000), LAYOUT)},
+    "one group fewer": {"layouts": (LAYOUT,)},
+    "tokens per block": {"block_tokens": 32},
+    "key scheme": {"key_scheme": "vllm-sha256"},
+    "digest length": {"digest_bytes": 16},
+    "extra": {"extra": {"rope": "yarn"}},
+    "extra split elsewhere": {"extra": {"ro": "peyarn"}},
+    "model and revision split elsewhere": {"model": "modelr", "revision": "ev"},
+}
+
+
+@pytest.mark.parametrize("changed", OTHERS)
+def test_whatever_makes_blocks_differ_changes_the_fingerprint(changed: str) -> None:
+    """Field report 10: model revision, dtype or layout missing from the namespace, of equal size."""
+    others = {name: dataclasses.replace(SPACE, **fields).fingerprint for name, fields in OTHERS.items()}
+    fingerprint = others.pop(changed)
+    assert fingerprint != SPACE.fingerprint
+    assert fingerprint not in others.values()
+
+
+def test_the_order_in_which_extras_are_given_does_not_matter() -> None:
+    one = dataclasses.replace(SPACE, extra={"a": "1", "b": "2"})
+    two = dataclasses.replace(SPACE, extra={"b": "2", "a": "1"})
+    assert one.fingerprint == two.fingerprint
+    assert hash(one) == hash(two)
+
+
+def test_the_fingerprint_is_the_documented_one_in_every_process() -> None:
+    # Written down once; it must never change, or every stored block would be a miss.
+    source = (
+        "from kvstore import *\n"
+        "layout = BlockLayout.canonical(layers=2, tokens=16, heads=2, head_dim=8, dtype='float16')\n"
+        "print(Namespace('model', 'rev', (layout, BlockLayout.opaque(1000)), block_tokens=16).name)"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "4711", "PYTHONPATH": os.pathsep.join(sys.path)}
+    printed = subprocess.run(
+        [sys.executable, "-c", source], env=environment, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    assert printed == SPACE.name == "3429b54182408fb3426e2b22ac5d4847"
+
+
+TEXT = st.text(max_size=12)
+
+
+@given(TEXT.filter(bool), TEXT, st.integers(1, 4096), TEXT, st.integers(16, 64), st.dictionaries(TEXT, TEXT))
+def test_a_namespace_survives_its_manifest_as_json(
+    model: str, revision: str, tokens: int, scheme: str, digest_bytes: int, extra: dict[str, str]
+) -> None:
+    space = Namespace(model, revision, (LAYOUT, BlockLayout.opaque(7)), tokens, scheme, digest_bytes, extra)
+    back = Namespace.from_manifest(json.loads(json.dumps(space.to_manifest())))
+    assert back == space
+    assert back.fingerprint == space.fingerprint
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"model": ""}, {"layouts": ()}, {"block_tokens": 0}, {"digest_bytes": 15}, {"digest_bytes": 65}],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_an_impossible_namespace_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(fields)).replace("layouts", "layout")):
+        dataclasses.replace(SPACE, **fields)
+
+
+def test_each_group_has_the_size_of_its_own_layout() -> None:
+    assert SPACE.block_bytes() == SPACE.block_bytes(0) == LAYOUT.nbytes
+    assert SPACE.block_bytes(1) == 1000
+    with pytest.raises(InvalidBlockError, match="groups 0 to 1"):
+        SPACE.block_bytes(2)
+
+
+@pytest.mark.parametrize("key", [BlockKey(bytes(31)), BlockKey(bytes(33)), BlockKey(bytes(32), 2), BlockKey(b"", 0)])
+def test_a_key_that_cannot_name_a_block_here_is_refused(key: BlockKey) -> None:
+    with pytest.raises(InvalidBlockError):
+        SPACE.check_key(key)
+    with pytest.raises(InvalidBlockError):
+        SPACE.check_key(BlockKey(bytes(32), -1))
+
+
+def test_a_buffer_is_checked_against_the_group_of_its_key() -> None:
+    key = BlockKey(bytes(32), 1)
+    assert SPACE.check_buffer(key, bytes(1000)).nbytes == 1000
+    with pytest.raises(InvalidBlockError, match=r"999 bytes.*1000"):
+        SPACE.check_buffer(key, bytes(999))
+    with pytest.raises(InvalidBlockError, match="read-only"):
+        SPACE.check_buffer(key, bytes(1000), writable=True)
+    buffer = np.zeros(1000, np.uint8)
+    assert np.shares_memory(SPACE.check_buffer(key, buffer, writable=True), buffer)
