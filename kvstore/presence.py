@@ -17,25 +17,37 @@ written to a temporary name, synced and renamed. All are for this machine: none 
 from __future__ import annotations
 
 import enum
+import errno
+import fcntl
+import os
+import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+from kvstore.errors import StoreAccessError, StoreFullError, StoreOpenError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Generator, Iterator
+    from typing import Self
 
-__all__ = ["GATE_TIMEOUT_S", "Presence", "State"]
+__all__ = ["GATE_TIMEOUT_S", "PRESENCE_BYTES", "Presence", "State", "is_presence_file"]
 
 GATE_TIMEOUT_S = 60.0
 """How long an opening waits for another one (which may be rebuilding) before it gives up with an error."""
+
+PRESENCE_BYTES = 4 * 4096
+"""What these files occupy at most: `state` and its successor, a block each (locks are empty), and some air."""
+
+_LEASE, _NEW = "lease-", ".new-"
 
 
 class State(enum.Enum):
     """How the last user left the tier."""
 
     MISSING = "missing"
-    """No `state` file: a new tier, or one somebody tampered with."""
+    """No `state` file: a new tier, one that was never fully opened, or one somebody tampered with."""
     CLEAN = "clean"
     """Closed by its last user; everything is on disk."""
     DIRTY = "dirty"
@@ -46,7 +58,11 @@ class State(enum.Enum):
     """Its records were being written anew and that did not end: they are incomplete."""
 
 
-@dataclass
+def is_presence_file(name: str) -> bool:
+    """Whether a file of this name in a tier's directory belongs to this module."""
+    return name in ("gate", "users", "state") or name.startswith((_LEASE, _NEW))
+
+
 class Presence:
     """One opening of a tier's directory by this process. Make one with `opening`, end it with `closing`.
 
@@ -63,32 +79,74 @@ class Presence:
     lease: bytes
     """16 random bytes that name this opening; all zero when it is read-only (it writes no intents)."""
 
+    def __init__(self, directory: Path, *, readonly: bool, mode: int) -> None:
+        """For `opening`."""
+        self.directory, self.readonly, self._mode = directory, readonly, mode
+        self.lease = bytes(16) if readonly else os.urandom(16)
+        self.alone, self.found = False, State.MISSING
+        self._descriptors: dict[str, int] = {}
+        _all.add(self)
+
     @classmethod
     @contextmanager
-    def opening(cls, directory: Path, *, readonly: bool = False, mode: int = 0o600) -> Iterator[Presence]:
+    def opening(cls, directory: Path, *, readonly: bool = False, mode: int = 0o600) -> Generator[Self]:
         """Join, holding the gate until the body ends: nobody else opens or closes meanwhile.
 
-        The directory must exist. The body looks at `alone` and `found` and repairs what it must. If it raises,
-        everything is let go. When it ends well and is not read-only, `state` says `dirty` of this boot and the tier
-        stays joined after the gate is open again. Raises `StoreAccessError` when the directory cannot be written (or,
-        read-only, read), or when the gate stays shut for `GATE_TIMEOUT_S`.
+        The directory must exist. The body looks at `alone` and `found` and repairs what it must. `clean` becomes
+        `dirty` of this boot before the body starts, any other state once it has ended well (so that repairs that did
+        not end are begun again); then the tier stays joined and the gate opens. If the body raises, everything is let
+        go. Read-only, nothing is written, and where the lock files are missing none are held.
+
+        Raises `StoreAccessError` when the directory cannot be written (or,
+        read-only, read), or when the gate stays shut for `GATE_TIMEOUT_S`; `StoreFullError` when the disk is full.
         """
-        raise NotImplementedError
-        yield
+        presence = cls(directory, readonly=readonly, mode=mode)
+        try:
+            try:
+                presence._join()
+            except OSError as error:
+                raise _explained(directory, error) from error
+            yield presence
+            if presence.alone and not readonly:
+                presence.mark(State.DIRTY)
+            if "users" in presence._descriptors:
+                fcntl.flock(presence._descriptors["users"], fcntl.LOCK_SH)
+            presence._let_go("gate")
+        except BaseException:
+            presence._leave()
+            raise
 
     @contextmanager
-    def closing(self) -> Iterator[bool]:
+    def closing(self) -> Generator[bool]:
         """Leave, under the gate. Yields whether this was the last user, who must bring everything to disk.
 
         After the body of the last user, `state` says `clean`; if the body raised, it still says `dirty`. The locks
         are let go and the lease is removed in any case. A second call yields False and does nothing.
         """
-        raise NotImplementedError
-        yield
+        if "users" not in self._descriptors:
+            yield False
+            return
+        try:
+            self._lock("gate")
+            last = _try_exclusive(self._descriptors["users"]) and not self.readonly
+            yield last
+            if last:
+                self.mark(State.CLEAN)
+        finally:
+            self._leave()
 
     def mark(self, state: State) -> None:
         """Write `state`, synced: `REBUILDING` before records are dropped to be rebuilt. For the body of `opening`."""
-        raise NotImplementedError
+        line = f"{state.value} {_boot_id()}" if state is State.DIRTY else state.value
+        temporary = self.directory / f"{_NEW}state"
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, self._mode)
+        try:
+            os.write(descriptor, line.encode() + b"\n")
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        temporary.rename(self.directory / "state")
+        _sync_directory(self.directory)
 
     def dead(self) -> Iterator[bytes]:
         """The lease of each user who died; locked while the caller reclaims what it left, then removed.
@@ -96,5 +154,129 @@ class Presence:
         A lease is removed only when the caller asks for the next one or exhausts the iterator: if reclaiming raises,
         it stays for the next try. Two processes that reclaim at once never get the same lease.
         """
-        raise NotImplementedError
-        yield
+        for path in sorted(self.directory.glob(f"{_LEASE}*")):
+            name = path.name.removeprefix(_LEASE)
+            if name == self.lease.hex() or len(name) != 32 or not set(name) <= set("0123456789abcdef"):
+                continue
+            descriptor = _open_dead(path)
+            if descriptor is None:
+                continue
+            try:
+                yield bytes.fromhex(name)
+                path.unlink()
+            finally:
+                os.close(descriptor)
+
+    def _join(self) -> None:
+        self._lock("gate")
+        descriptor = self._open("users")
+        self.alone = descriptor is None or _try_exclusive(descriptor)
+        self.found = self._read_state()
+        if self.readonly:
+            return
+        if self.alone:
+            for leftover in self.directory.glob(f"{_NEW}*"):  # of one who died before it had a name
+                leftover.unlink()
+            if self.found is State.CLEAN:
+                self.mark(State.DIRTY)
+        temporary = self.directory / f"{_NEW}{self.lease.hex()}"
+        self._descriptors["lease"] = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._mode)
+        fcntl.flock(self._descriptors["lease"], fcntl.LOCK_EX)
+        temporary.rename(self.directory / f"{_LEASE}{self.lease.hex()}")
+
+    def _open(self, name: str) -> int | None:
+        flags = os.O_RDONLY if self.readonly else os.O_RDWR | os.O_CREAT
+        try:
+            descriptor = os.open(self.directory / name, flags | os.O_CLOEXEC, self._mode)
+        except FileNotFoundError:
+            if not self.readonly:
+                raise
+            return None
+        self._descriptors[name] = descriptor
+        return descriptor
+
+    def _lock(self, name: str) -> None:
+        descriptor = self._open(name)
+        if descriptor is None:
+            return
+        deadline = time.monotonic() + GATE_TIMEOUT_S
+        while not _try_exclusive(descriptor):
+            if time.monotonic() > deadline:
+                raise StoreAccessError(
+                    f"{self.directory / name} has been locked for {GATE_TIMEOUT_S:.0f} s by a process that is opening"
+                    " or closing this tier: find it (lslocks, fuser) and let it go on or end it"
+                )
+            time.sleep(0.002)
+
+    def _read_state(self) -> State:
+        try:
+            words = (self.directory / "state").read_text("ascii", "replace").split()
+        except FileNotFoundError:
+            return State.MISSING
+        if words in (["clean"], ["rebuilding"]):
+            return State(words[0])
+        return State.DIRTY if words == ["dirty", _boot_id()] else State.SUSPECT
+
+    def _leave(self) -> None:
+        if "lease" in self._descriptors:
+            for prefix in (_LEASE, _NEW):
+                (self.directory / f"{prefix}{self.lease.hex()}").unlink(missing_ok=True)
+        for name in ("lease", "users", "gate"):  # the gate last: whoever waits there must find the rest let go
+            self._let_go(name)
+
+    def _let_go(self, name: str) -> None:
+        descriptor = self._descriptors.pop(name, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _try_exclusive(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _open_dead(path: Path) -> int | None:
+    """The lease at `path`, locked, if its owner is dead and nobody else is reclaiming it."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    if _try_exclusive(descriptor) and os.fstat(descriptor).st_nlink:
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _explained(directory: Path, error: OSError) -> StoreOpenError:
+    if isinstance(error, StoreOpenError):
+        return error
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    kind, remedy = (StoreFullError, "make room") if full else (StoreAccessError, "check owner, permissions and mount")
+    return kind(f"{directory} cannot be used as a tier: {error.strerror} ({error.filename}): {remedy}")
+
+
+_all: WeakSet[Presence] = WeakSet()
+
+
+def _close_in_child() -> None:
+    for presence in list(_all):
+        for name in list(presence._descriptors):  # pyright: ignore[reportPrivateUsage]
+            presence._let_go(name)  # pyright: ignore[reportPrivateUsage]
+
+
+os.register_at_fork(after_in_child=_close_in_child)
