@@ -1,0 +1,65 @@
+"""The contract of a contestant: it stores and loads batches of blocks of one size, from many threads at once.
+
+A new way to move blocks (another cache's file format, a checksum alone, a bare object-store client) is one subclass
+here and one name in `kvstore.cli.bench`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+    from types import TracebackType
+    from typing import Self
+
+    from kvstore.types import BlockKey
+
+__all__ = ["Contestant"]
+
+
+class Contestant(ABC):
+    """Stores and loads blocks of `block_bytes` bytes; a context manager that leaves nothing behind.
+
+    Buffers are page-aligned and stay the caller's. `store` and `load` are called from many threads at once, the rest
+    from one. They raise when a block did not move whole: a figure for work that was not done would be worthless.
+    """
+
+    name: ClassVar[str]
+    """How reports call it."""
+
+    notes: list[str]
+    """What a reader must know to judge its figures: how bytes move, what was not possible here."""
+
+    @abstractmethod
+    def store(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> None:
+        """Write the blocks; done when their bytes are where a later load finds them."""
+
+    @abstractmethod
+    def load(self, keys: Sequence[BlockKey], targets: Sequence[memoryview]) -> None:
+        """Read the blocks into `targets`."""
+
+    @abstractmethod
+    def clear(self, keys: Sequence[BlockKey]) -> None:
+        """Remove the blocks. Not timed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Remove whatever is left of this contestant's own; the second call does nothing."""
+
+    def cool(self) -> None:  # noqa: B027 - optional
+        """Let go of whatever would keep blocks in memory, before the page cache is dropped. Not timed."""
+
+    def files(self) -> list[Path]:
+        """Where its bytes are, for advising them out of the page cache one file at a time."""
+        return []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

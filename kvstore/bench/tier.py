@@ -1,0 +1,159 @@
+"""A tier through its contract: `put_many` and `get_many_into`, checks on, in a namespace of the benchmark's own."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from kvstore.bench.contestant import Contestant
+from kvstore.errors import ConfigurationError, StoreNotFoundError, TierUnavailable
+from kvstore.layout import BlockLayout
+from kvstore.namespace import Namespace
+from kvstore.registry import open_store
+from kvstore.types import BlockRead, BlockWrite, GetOutcome, PutOutcome
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.abc import BlockStore
+    from kvstore.types import BlockKey
+    from kvstore.url import TierURL
+
+__all__ = ["BENCH_MODEL", "TierUnderTest"]
+
+BENCH_MODEL = "kvstore-bench"
+"""The model name of every namespace a benchmark writes: nothing else uses it, so what is there may be removed."""
+
+_MARGIN = 1.1
+"""Bytes a block may occupy, in payloads: framing, padding, records."""
+
+
+class TierUnderTest(Contestant):
+    """The tier at `url`, written and read in the namespace (`kvstore-bench`, `own_name`).
+
+    Raises `ConfigurationError`, before anything is written, where the tier holds blocks of others and no `own_name` is
+    given, or where `total_bytes` would push them out. A location that did not exist is removed at the end; of one that
+    did, every block the benchmark wrote (the namespace's empty manifest stays: the contract has no verb for it).
+    """
+
+    name: ClassVar[str] = "kvstore"
+
+    def __init__(self, url: TierURL, block_bytes: int, total_bytes: int, own_name: str | None = None) -> None:
+        self._url = url
+        layouts = (BlockLayout.opaque(block_bytes),)
+        self._namespace = Namespace(BENCH_MODEL, own_name or "default", layouts, block_tokens=1, key_scheme="random")
+        self._footprint = _footprint(url, own_name, total_bytes)
+        self._store: BlockStore | None = open_store(url)
+        self._clear_own(self._store)
+        can = self._store.capabilities
+        self.batch_bytes = can.batch_bytes
+        self.persistent = can.persistent
+        self.notes = [f"kvstore: {can.io}, checks on", *(f"kvstore: {note}" for note in can.notes)]
+        if can.io in ("buffered", "mmap"):
+            self.notes.append("kvstore: a store ends in the page cache; what the device takes later is not in the time")
+
+    def store(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> None:
+        blocks = [BlockWrite(key, source) for key, source in zip(keys, sources, strict=True)]
+        outcomes = self._open().put_many(self._namespace, blocks)
+        if any(outcome is not PutOutcome.STORED for outcome in outcomes):
+            raise TierUnavailable(f"{self._url}: {_said(outcomes)} instead of stored: lower --total or raise capacity")
+
+    def load(self, keys: Sequence[BlockKey], targets: Sequence[memoryview]) -> None:
+        blocks = [BlockRead(key, target) for key, target in zip(keys, targets, strict=True)]
+        outcomes = self._open().get_many_into(self._namespace, blocks)
+        if any(outcome is not GetOutcome.HIT for outcome in outcomes):
+            raise TierUnavailable(f"{self._url}: {_said(outcomes)} instead of hit: lower --total or raise capacity")
+
+    def clear(self, keys: Sequence[BlockKey]) -> None:
+        self._open().delete_many(self._namespace, keys)
+
+    def cool(self) -> None:
+        # Pages that are mapped stay in memory whatever is dropped; closing unmaps them.
+        if self.persistent:
+            self._open().close()
+            self._store = open_store(self._url)
+
+    def files(self) -> list[Path]:
+        path = Path(self._url.location)
+        return [file for file in path.rglob("*") if file.is_file()] if path.is_absolute() else []
+
+    def close(self) -> None:
+        store, self._store = self._store, None
+        if store is None:
+            return
+        with store:
+            self._clear_own(store)
+            empty = store.usage().blocks == 0
+        if self._footprint is not None and empty:
+            self._footprint.remove()
+
+    def _clear_own(self, store: BlockStore) -> None:
+        """Remove what this benchmark wrote, and what one that was killed left behind."""
+        for space in store.namespaces():
+            if space.model == BENCH_MODEL and space.revision == self._namespace.revision:
+                store.delete_many(space, [info.key for info in store.scan(space)])
+
+    def _open(self) -> BlockStore:
+        if self._store is None:
+            raise TierUnavailable(f"{self._url}: the benchmark is over")
+        return self._store
+
+
+def _said(outcomes: Sequence[PutOutcome | GetOutcome]) -> str:
+    return ", ".join(sorted({outcome.value for outcome in outcomes}))
+
+
+@dataclass(frozen=True, slots=True)
+class _Footprint:
+    """What opening a tier creates: `path`, or only what is in it where an empty folder (a mount point) stood there."""
+
+    path: Path
+    keep_folder: bool
+
+    @classmethod
+    def of(cls, path: Path) -> _Footprint:
+        if path.exists():
+            return cls(path, keep_folder=True)
+        while not path.parent.exists():
+            path = path.parent
+        return cls(path, keep_folder=False)
+
+    def remove(self) -> None:
+        for path in list(self.path.iterdir()) if self.keep_folder else [self.path]:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _footprint(url: TierURL, own_name: str | None, total_bytes: int) -> _Footprint | None:
+    """What the end may remove; None where a tier is there already, once it is sure that its blocks are safe."""
+    try:
+        store = open_store(replace(url, raw_options={**url.raw_options, "readonly": True}))
+    except StoreNotFoundError:
+        path = Path(url.location)
+        return _Footprint.of(path) if path.is_absolute() else None
+    with store:
+        _spare_others(store, url, own_name, total_bytes)
+    return None
+
+
+def _spare_others(store: BlockStore, url: TierURL, own_name: str | None, total_bytes: int) -> None:
+    others = [space for space in store.namespaces() if space.model != BENCH_MODEL and any(store.scan(space))]
+    if not others:
+        return
+    models = ", ".join(sorted({space.model for space in others}))
+    if own_name is None:
+        raise ConfigurationError(
+            f"{url} holds blocks of others ({models}): benchmark an empty location, or say with --namespace NAME that"
+            " the benchmark may write beside them, in a namespace of its own that it removes"
+        )
+    usage = store.usage()
+    taken = usage.used + usage.reserved + usage.overhead
+    if usage.capacity is not None and taken + int(total_bytes * _MARGIN) > usage.capacity:
+        raise ConfigurationError(
+            f"{url} holds {taken} bytes of {usage.capacity}: {total_bytes} more would evict blocks of others"
+            f" ({models}). Lower --total, or benchmark an empty location"
+        )

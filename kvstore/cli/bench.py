@@ -1,0 +1,143 @@
+"""`kvstore bench URL --against raw`: a tier and the bare device in turns, in one run."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvstore.bench import Figure, RawFiles, TierUnderTest, Workload, race
+from kvstore.cli._common import emit_json, json_option, print_table, stderr_console
+from kvstore.url import TierURL, parse_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+__all__ = ["bench"]
+
+_AGAINST = ("raw",)
+
+
+def _bytes(_: click.Context, __: click.Parameter, given: str | tuple[str, ...]) -> int | tuple[int, ...]:
+    """`2MiB`, `500MB` or `4096` as a number of bytes."""
+    try:
+        return parse_size(given) if isinstance(given, str) else tuple(map(parse_size, given))
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+@click.command(
+    epilog="\b\nExample:\n  kvstore bench file:///mnt/nvme/bench --against raw --block-bytes 512KiB --block-bytes 2MiB"
+)
+@click.argument("url")
+@click.option(
+    "--against", type=click.Choice(_AGAINST), default="raw", show_default=True, help="What to compare the tier with."
+)
+@click.option(
+    "--block-bytes", callback=_bytes, multiple=True, default=["2MiB"], show_default=True, help="Block size; repeatable."
+)
+@click.option("--total", callback=_bytes, default="512MiB", show_default=True, help="Bytes moved in each step.")
+@click.option("--threads", type=click.IntRange(1, 256), default=16, show_default=True, help="Calls side by side.")
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds; medians are reported.")
+@click.option("--namespace", "own_name", metavar="NAME", help="Write beside the blocks of others, under this name.")
+@click.option(
+    "--scratch",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Where the raw files go; default: the file system of a local URL, else the temporary folder.",
+)
+@json_option
+def bench(
+    url: str,
+    against: str,
+    block_bytes: tuple[int, ...],
+    total: int,
+    threads: int,
+    rounds: int,
+    own_name: str | None,
+    scratch: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure how fast blocks go to and come back from the tier at URL, beside the bare device in the same run.
+
+    The tier is driven through its contract, checks on: calls of the size it asks for, from --threads threads. The
+    contestants take turns, with fresh bytes in each round, the page cache dropped before each step where that is
+    permitted. Speeds are medians with their range in 10^9 bytes a second; ratio is the tier's speed over the other's,
+    round by round. The benchmark writes --total bytes in a namespace of its own and removes them.
+    """
+    tier = TierURL.parse(url)
+    if max(block_bytes) > total:
+        raise click.UsageError(f"--block-bytes {max(block_bytes)} is more than --total {total}")
+    figures: list[Figure] = []
+    notes: list[str] = []
+    with _progress(len(block_bytes) * rounds * 4, as_json) as advance:
+        for nbytes in block_bytes:
+            with ExitStack() as stack:
+                store = stack.enter_context(TierUnderTest(tier, nbytes, total, own_name))
+                raw = stack.enter_context(RawFiles(scratch or _beside(tier, notes), nbytes))
+                load = Workload.of(
+                    block_bytes=nbytes, total=total, threads=threads, batch_bytes=store.batch_bytes, rounds=rounds
+                )
+                measured, told = race([store, raw], against, load, advance)
+                figures += measured
+                notes += [*store.notes, *raw.notes, *told]
+    notes = list(dict.fromkeys(notes))
+    if as_json:
+        emit_json({"url": str(tier), "against": against, "rounds": rounds, "notes": notes, "results": figures})
+    else:
+        _show(tier, figures, notes)
+
+
+def _beside(tier: TierURL, notes: list[str]) -> Path:
+    """A folder on the file system of the tier: beside it, or in it where it is a mount of its own."""
+    path = Path(tier.location)
+    if not path.is_absolute():
+        notes.append(f"raw: {tier.scheme}:// has no folder, the raw files are in {tempfile.gettempdir()}")
+        return Path(tempfile.gettempdir())
+    same = path.parent.stat().st_dev == path.stat().st_dev
+    return path.parent if same or not path.is_dir() else path
+
+
+def _block_size(nbytes: int) -> str:
+    for unit, length in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes % length == 0:
+            return f"{nbytes // length} {unit}"
+    return f"{nbytes} B"
+
+
+@contextmanager
+def _progress(steps: int, as_json: bool) -> Generator[Callable[[], object]]:
+    console = stderr_console()
+    if as_json or not console.is_terminal:
+        yield int
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    with Progress(TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), console=console, transient=True) as bar:
+        yield partial(bar.advance, bar.add_task("", total=steps))
+
+
+def _show(tier: TierURL, figures: list[Figure], notes: list[str]) -> None:
+    print_table(
+        str(tier),
+        ("operation", "contestant", ">block", ">threads", ">GB/s", ">min", ">max", ">CPU s/GB", ">ratio"),
+        (
+            (
+                figure.op,
+                figure.contestant,
+                _block_size(figure.block_bytes),
+                str(figure.threads),
+                f"{figure.gb_per_s:.2f}",
+                f"{figure.gb_per_s_min:.2f}",
+                f"{figure.gb_per_s_max:.2f}",
+                f"{figure.cpu_s_per_gb:.3f}",
+                f"{figure.ratio:.2f}",
+            )
+            for figure in figures
+        ),
+    )
+    for note in notes:
+        click.echo(f"note: {note}")

@@ -1,0 +1,71 @@
+"""`kvstore stat URL`: what is in a tier, how full it is and how its bytes move."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from kvstore.cli._common import age, emit_json, json_option, open_to_inspect, print_table, size, summaries
+from kvstore.url import TierURL
+
+if TYPE_CHECKING:
+    from kvstore.abc import BlockStore
+    from kvstore.cli._common import NamespaceSummary
+
+__all__ = ["stat"]
+
+
+@click.command(epilog="\b\nExample:\n  kvstore stat file:///mnt/nvme/kv")
+@click.argument("url")
+@json_option
+def stat(url: str, as_json: bool) -> None:
+    """What is in the tier at URL: namespaces, blocks, bytes, ages, how full it is, how its bytes move.
+
+    The tier is opened read-only: nothing is created, evicted or removed.
+    """
+    tier = TierURL.parse(url)
+    with open_to_inspect(tier) as store:
+        found = summaries(store)
+        if as_json:
+            emit_json(
+                {
+                    "url": str(tier),
+                    "capabilities": asdict(store.capabilities),
+                    "usage": asdict(store.usage()),
+                    "namespaces": found,
+                }
+            )
+        else:
+            _show(tier, store, found)
+
+
+def _show(tier: TierURL, store: BlockStore, found: list[NamespaceSummary]) -> None:
+    usage, can = store.usage(), store.capabilities
+    taken = usage.used + usage.reserved + usage.overhead
+    share = f" of {size(usage.capacity)} ({taken / usage.capacity:.0%})" if usage.capacity else ", no capacity set"
+    click.echo(str(tier))
+    click.echo(f"  {usage.blocks} blocks, {size(taken)}{share}")
+    click.echo(f"  {size(usage.used)} in blocks, {size(usage.reserved)} reserved, {size(usage.overhead)} overhead")
+    click.echo(f"  I/O: {can.io}; {'shared' if can.shared else 'not shared'} between processes")
+    for note in can.notes:
+        click.echo(f"  note: {note}")
+    print_table(
+        "namespaces",
+        ("namespace", "model", "revision", ">tokens", ">blocks", ">bytes", ">oldest", ">newest", ">last used"),
+        (
+            (
+                space.namespace,
+                space.model,
+                space.revision,
+                str(space.block_tokens),
+                str(space.blocks),
+                size(space.bytes),
+                age(space.oldest),
+                age(space.newest),
+                age(space.last_used),
+            )
+            for space in found
+        ),
+    )
