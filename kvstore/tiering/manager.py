@@ -12,33 +12,79 @@ threads of the secondary tiers; what they finished is collected by `step`.
 
 from __future__ import annotations
 
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from kvstore.errors import ShutdownTimeout
+from kvstore.tiering.blocking import PAUSE, BlockingCalls
+from kvstore.tiering.primary import PrimaryTier
+from kvstore.tiering.promotion import Promotions
+from kvstore.tiering.secondary import SecondaryTier
+from kvstore.types import NO_PARENT, NO_POSITION, LookupResult
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
     from typing import Any, Self
 
     import numpy as np
     from numpy.typing import NDArray
-    from typing_extensions import Buffer
 
     from kvstore.abc import BlockStore
     from kvstore.namespace import Namespace
-    from kvstore.tiering.primary import PrimaryTier
-    from kvstore.tiering.secondary import SecondaryTier
-    from kvstore.types import BlockKey, BlockWrite, LookupResult
+    from kvstore.tiering.primary import PrimaryStats, Slot
+    from kvstore.tiering.secondary import TierReport, TierStats
+    from kvstore.types import BlockKey
     from kvstore.url import TierURL
 
-__all__ = ["TieringManager"]
+__all__ = ["ManagerStats", "TieringManager"]
+
+STEP_BUDGET = 100e-6
+"""Seconds of a step that may go into starting promotions; the rest of them start with the next step."""
 
 
-class TieringManager:
+@dataclass(frozen=True, slots=True)
+class ManagerStats:
+    """What the manager and its tiers did since they were made, and what is under way."""
+
+    primary: PrimaryStats
+    tiers: tuple[TierStats, ...]
+    asking: int
+    """Blocks about which tiers are being asked."""
+    waiting: int
+    """Blocks that a tier has and that wait for a slot."""
+    held: int
+    """Slots kept for who was told HIT and has not pinned them yet."""
+    hits: int
+    """Lookups answered HIT (once per call and block)."""
+    misses: int
+    """Lookups answered MISS (once per call and block)."""
+    promotions: int
+    expired: int
+    """Promotions that found no free slot in time, and became misses."""
+    stores: int
+    """Blocks that the engine stored."""
+    skipped_stores: int
+    """Blocks that found no free slot, and were not stored."""
+
+
+class TieringManager(BlockingCalls):
     """One primary tier and the secondary tiers behind it, for the blocks of one namespace.
 
     `tiers` are URLs (or mappings, or `TierURL`s), opened here and closed by `close`; open `BlockStore`s, which stay the
     caller's; or `SecondaryTier`s, which `close` closes. They are asked in the order given; every one gets every
-    store. The primary tier is `primary`, or a new one of `primary_slots` slots of the largest group's block.
+    store. The primary tier is `primary`, or a new one of `primary_slots` slots of the largest group's block; it
+    belongs to one manager.
+
+    - `hold`: seconds for which a HIT is kept from eviction, so that who asked can pin it; every lookup renews it.
+    - `slot_timeout`: seconds without any free slot after which blocks that wait for one become misses.
+    - `miss_age`: seconds for which a MISS is answered without asking the tiers again.
+
+    Stores may occupy three quarters of the slots, and half of them for one tier, so that loads find room behind a tier
+    that writes slowly.
 
     Raises a `ConfigurationError` or a `StoreOpenError` when a tier cannot be opened. Afterwards nothing that a tier
     does (hang, fail, be slow) raises here or makes a call wait: it is a miss, counted in `stats`.
@@ -53,8 +99,29 @@ class TieringManager:
         *,
         primary_slots: int | None = None,
         primary: PrimaryTier | None = None,
+        hold: float = 1.0,
+        slot_timeout: float = 1.0,
+        miss_age: float = 1.0,
     ) -> None:
-        raise NotImplementedError
+        if (primary is None) == (primary_slots is None):
+            raise ValueError("a manager needs either primary_slots or a primary tier")
+        largest = max(layout.nbytes for layout in namespace.layouts)
+        primary = primary or PrimaryTier(primary_slots or 0, largest)
+        if primary.slot_bytes < largest:
+            raise ValueError(f"the primary tier has slots of {primary.slot_bytes} bytes, blocks have up to {largest}")
+        self.namespace = namespace
+        self.primary = primary
+        self._tiers = _opened(tiers, namespace, primary.slots * primary.slot_bytes // 2)
+        self._store_slots = max(1, primary.slots - max(1, primary.slots // 4))
+        self._hold = hold
+        self._promotions = Promotions(self._tiers, slot_timeout=slot_timeout, miss_age=miss_age)
+        # Who pins slots: the engine that writes, the engine that reads, stores to tiers, and promises to keep a HIT.
+        self._writing: dict[BlockKey, Slot] = {}
+        self._reading: dict[BlockKey, int] = {}
+        self._cascading: dict[Slot, int] = {}
+        self._closed = False
+        self._held: OrderedDict[Slot, float] = OrderedDict()  # the one that ends first in front
+        self._hits = self._misses = self._stores = self._skipped = 0
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[LookupResult]:
         """Where each block is; starts what is needed to bring it here. Never waits.
@@ -66,10 +133,17 @@ class TieringManager:
         Promotions happen in the order of `keys` and of calls. Who asks for more blocks than there are slots loads
         those that are HIT, which frees their slots for the next ones.
         """
-        raise NotImplementedError
+        now = time.monotonic()
+        unknown: list[BlockKey] = []
+        answers = [self._look(key, now, unknown) for key in keys]
+        if unknown:
+            self._promotions.ask(unknown)
+        self._hits += answers.count(LookupResult.HIT)
+        self._misses += answers.count(LookupResult.MISS)
+        return answers
 
     def prepare_store(
-        self, keys: Sequence[BlockKey], *, position: int = -1, parent: bytes = b""
+        self, keys: Sequence[BlockKey], *, position: int = NO_POSITION, parent: bytes = NO_PARENT
     ) -> list[NDArray[np.uint8] | None]:
         """Slots for blocks that the engine is about to write, one uint8 view per key, cut to its group's block.
 
@@ -79,7 +153,14 @@ class TieringManager:
         `keys` are consecutive blocks of one prefix and one group: `position` is the index of the first in the prefix
         and `parent` the digest of the block before it; both are stored with the blocks (see `BlockWrite`).
         """
-        raise NotImplementedError
+        views: list[NDArray[np.uint8] | None] = []
+        for offset, key in enumerate(keys):
+            slot = self._slot_for_store(key)
+            views.append(slot.view if slot else None)
+            if slot and position != NO_POSITION:
+                slot.position = position + offset
+                slot.parent = keys[offset - 1].digest if offset else parent
+        return views
 
     def complete_store(self, keys: Sequence[BlockKey], *, success: bool = True) -> None:
         """The engine has written the views of `keys`: they are HITs from now on, and cascade to every secondary tier.
@@ -87,7 +168,15 @@ class TieringManager:
         Not before the bytes have arrived (a copy from a GPU has been synchronised). With `success=False` the slots are
         given back and nothing is stored.
         """
-        raise NotImplementedError
+        for key in keys:
+            slot = self._writing.pop(key, None)
+            if slot is None:
+                raise ValueError(f"{key!r} is not being stored: complete_store names keys whose view was not None")
+            if success:
+                self.primary.publish(slot)
+                self._promotions.forgive(key)
+                self._cascade(slot)
+            self.primary.unpin(slot)
 
     def prepare_load(self, keys: Sequence[BlockKey]) -> list[NDArray[np.uint8] | None]:
         """Pin blocks that `lookup` called HIT; one uint8 view per key, without a copy, to be read only.
@@ -95,64 +184,82 @@ class TieringManager:
         None: it is not here any more, treat it as a miss. A view is valid until `complete_load` names the key; each
         view that was given needs one `complete_load`.
         """
-        raise NotImplementedError
+        views: list[NDArray[np.uint8] | None] = []
+        for key in keys:
+            slot = self.primary.get(key)
+            if slot is None or not slot.ready:
+                views.append(None)
+                continue
+            self.primary.pin(slot)
+            self._let_go(slot)
+            self._reading[key] = self._reading.get(key, 0) + 1
+            views.append(slot.view)
+        return views
 
     def complete_load(self, keys: Sequence[BlockKey]) -> None:
         """The engine has read the views of `keys`: unpin them. Name only keys whose view was not None."""
-        raise NotImplementedError
+        for key in keys:
+            readers = self._reading.pop(key, 0)
+            slot = self.primary.get(key)
+            if slot is None or not readers:
+                raise ValueError(f"{key!r} is not being loaded: complete_load names keys whose view was not None")
+            if readers > 1:
+                self._reading[key] = readers - 1
+            self.primary.unpin(slot)
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """Make blocks young for eviction from the primary tier; unknown keys are passed over."""
-        raise NotImplementedError
+        self.primary.touch(keys)
 
     def finish_request(self, keys: Sequence[BlockKey]) -> None:
         """A request with these blocks has ended: they become young in every tier, and nothing is promoted for it."""
-        raise NotImplementedError
+        self.primary.touch(keys)
+        for tier in self._tiers:
+            tier.touch(keys)
+        self._promotions.forget(keys)
+        for key in keys:
+            slot = self.primary.get(key)
+            if slot is not None:
+                self._let_go(slot)
 
     def step(self) -> None:
         """Once per scheduler step: collect what transfer threads finished, hand them what was asked since."""
-        raise NotImplementedError
+        now = time.monotonic()
+        for number, tier in enumerate(self._tiers):
+            self._take(number, tier.poll(), now)
+        self._promotions.expire(now)
+        for slot in [slot for slot, _ in takewhile(lambda entry: entry[1] <= now, self._held.items())]:
+            self._let_go(slot)
+        self._promote(now)
+        for tier in self._tiers:
+            tier.submit()
 
-    # For people who have no scheduler. These wait, and call `step` themselves.
-
-    def store(self, blocks: Sequence[BlockWrite], *, timeout: float = 30.0) -> int:
-        """Copy `blocks` into the primary tier, from where they cascade; returns how many are there or were before.
-
-        Waits for slots, and for tiers that fall behind, up to `timeout` seconds; what did not fit by then is not
-        stored. On return the source buffers are the caller's again; the tiers may still be writing: `drain` waits
-        for them. Raises `InvalidBlockError` when a block does not fit the namespace.
-        """
-        raise NotImplementedError
-
-    def load_prefix(
-        self,
-        keys: Sequence[BlockKey],
-        into: Sequence[Buffer] | Callable[[int, NDArray[np.uint8]], None],
-        *,
-        timeout: float = 30.0,
-    ) -> int:
-        """Load the longest stored prefix of `keys`; returns the number of blocks loaded, from the front.
-
-        `into` is one writable buffer per key, or a function called as `into(index, view)` in the order of `keys`,
-        whose view (uint8, of the group's block size) is valid during the call only. Works block by block, so the
-        prefix may be larger than the primary tier.
-
-        Ends at the first block that no tier has, or after `timeout` seconds without a block. For models with
-        several groups pass the keys block by block, all groups of a block together: only complete blocks count, so
-        divide the result by the number of groups. Buffers behind the number returned are untouched.
-        """
-        raise NotImplementedError
-
-    def prefetch(self, keys: Sequence[BlockKey], *, timeout: float = 30.0) -> int:
-        """Promote the front of `keys` into the primary tier; returns how many leading blocks are there on return.
-
-        At most as many as there are slots.
-        """
-        raise NotImplementedError
+    def stats(self) -> ManagerStats:
+        """Counters and what is under way at this moment; walks over all slots."""
+        return ManagerStats(
+            primary=self.primary.stats(),
+            tiers=tuple(tier.stats() for tier in self._tiers),
+            asking=self._promotions.asking,
+            waiting=self._promotions.waiting,
+            held=len(self._held),
+            hits=self._hits,
+            misses=self._misses,
+            promotions=self._promotions.started,
+            expired=self._promotions.expired,
+            stores=self._stores,
+            skipped_stores=self._skipped,
+        )
 
     def drain(self, timeout: float) -> bool:
         """Wait until no store, load or lookup is under way; False if `timeout` seconds were not enough."""
-        raise NotImplementedError
+        deadline = time.monotonic() + timeout
+        while True:
+            self.step()
+            if not (self._promotions.asking or self._promotions.waiting) and all(tier.idle for tier in self._tiers):
+                return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(PAUSE)
 
     def close(self, timeout: float = 10.0) -> None:
         """Let queued stores finish, close the tiers, within `timeout` seconds. A second call does nothing.
@@ -160,7 +267,25 @@ class TieringManager:
         Raises `ShutdownTimeout` when a transfer still holds primary memory by then: it says which tier, and the memory
         stays mapped until that transfer ends. Stores that were queued behind it are dropped and counted as shed.
         """
-        raise NotImplementedError
+        if self._closed:
+            return
+        self._closed = True
+        deadline = time.monotonic() + timeout
+        self._promotions.close()
+        self.drain(timeout * 0.8)
+        for number, tier in enumerate(self._tiers):
+            self._take(number, tier.cancel(), 0.0)
+        for number, tier in enumerate(self._tiers):
+            tier.close(max(0.0, deadline - time.monotonic()))
+            self._take(number, tier.poll(), 0.0)
+        for slot in list(self._held):
+            self._let_go(slot)
+        stuck = [tier.url for tier in self._tiers if tier.holds_memory]
+        if stuck:
+            raise ShutdownTimeout(
+                f"{', '.join(stuck)}: transfers did not end within {timeout:.1f} s and still hold slots of the primary"
+                " tier; its memory stays mapped until they end. Whoever registered or shares it must keep it, too"
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -169,3 +294,115 @@ class TieringManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def room_for_stores(self) -> bool:
+        """Whether a store now would find its share of the slots not used up, and no tier behind."""
+        used = len(self._writing) + len(self._cascading)
+        return used < self._store_slots and not any(tier.behind for tier in self._tiers)
+
+    def forget(self, keys: Sequence[BlockKey]) -> None:
+        """Who asks next wants to know it anew: misses of the last moments are not repeated."""
+        for key in keys:
+            self._promotions.forgive(key)
+
+    def _look(self, key: BlockKey, now: float, unknown: list[BlockKey]) -> LookupResult:
+        slot = self.primary.get(key)
+        if slot is not None:
+            if not slot.ready:
+                return LookupResult.HIT_PENDING
+            self._keep(slot, now)
+            return LookupResult.HIT
+        standing = self._promotions.standing(key, now)
+        if standing is None:
+            self.namespace.check_key(key)
+            unknown.append(key)
+            return LookupResult.RETRY
+        return standing
+
+    def _keep(self, slot: Slot, now: float) -> None:
+        """Promise a HIT to who asked: a pin that ends by itself."""
+        if self._held.pop(slot, None) is None:
+            self.primary.pin(slot)
+        self._held[slot] = now + self._hold
+
+    def _let_go(self, slot: Slot) -> None:
+        if self._held.pop(slot, None) is not None:
+            self.primary.unpin(slot)
+
+    def _slot_for_store(self, key: BlockKey) -> Slot | None:
+        if self.primary.get(key) is not None:
+            return None
+        self.namespace.check_key(key)
+        slot = None
+        if len(self._writing) + len(self._cascading) < self._store_slots:
+            slot = self.primary.reserve(key, self.namespace.block_bytes(key.group))
+        if slot is None:
+            self._skipped += 1
+            return None
+        self._writing[key] = slot
+        return slot
+
+    def _cascade(self, slot: Slot) -> None:
+        self._stores += 1
+        for tier in self._tiers:
+            if tier.store(slot):
+                self.primary.pin(slot)
+                self._cascading[slot] = self._cascading.get(slot, 0) + 1
+
+    def _take(self, number: int, report: TierReport, now: float) -> None:
+        """Act on what tier `number` reports."""
+        for key, found in report.answers:
+            self._promotions.heard(number, key, found, now)
+        for slot in report.loaded:
+            self.primary.publish(slot)
+            self._held[slot] = now + self._hold  # the pin of the load becomes a promise to who asked for it
+        for slot in report.overdue:
+            self.primary.discard(slot)
+            self._promotions.miss(slot.key, now)
+        for slot in report.failed:
+            self.primary.discard(slot)
+            self.primary.unpin(slot)
+            self._promotions.miss(slot.key, now)
+        for slot in report.released:
+            self._released(slot)
+
+    def _released(self, slot: Slot) -> None:
+        """A tier is done with a slot: a store that ended, or a load that was given up and ended after all."""
+        others = self._cascading.pop(slot, 1) - 1
+        if others:
+            self._cascading[slot] = others
+        self.primary.unpin(slot)
+
+    def _promote(self, now: float) -> None:
+        """Start promotions in the order in which they were asked for, while there are slots and time."""
+        deadline = time.perf_counter() + STEP_BUDGET
+        while (first := self._promotions.first()) is not None and time.perf_counter() < deadline:
+            key, tier = first
+            if self.primary.get(key) is not None:  # stored by the engine meanwhile
+                self._promotions.forget([key])
+                continue
+            slot = self.primary.reserve(key, self.namespace.block_bytes(key.group))
+            if slot is None:
+                return
+            tier.load(slot)
+            self._promotions.start(key, now)
+
+
+def _opened(
+    tiers: Sequence[str | Mapping[str, Any] | TierURL | BlockStore | SecondaryTier],
+    namespace: Namespace,
+    backlog_bytes: int,
+) -> tuple[SecondaryTier, ...]:
+    """All of them, or none: those that were opened are closed again when one cannot be."""
+    opened: list[SecondaryTier] = []
+    try:
+        for tier in tiers:
+            if not isinstance(tier, SecondaryTier):
+                tier = SecondaryTier(tier, namespace, backlog_bytes=backlog_bytes)
+            opened.append(tier)
+    except BaseException:
+        for tier in opened:
+            tier.close(timeout=1.0)
+        raise
+    return tuple(opened)

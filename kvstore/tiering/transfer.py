@@ -1,0 +1,149 @@
+"""The I/O pool: threads on which blocking calls to a backend run, so that the scheduler's thread never makes one.
+
+A job goes in by `submit`, is run by some thread, and comes out of `collect`, which the scheduler's thread polls once
+per step: nothing calls back into that thread, and nothing wakes it. Loads overtake stores, and stores never occupy
+the last thread, so that a load waits for no store.
+
+The threads are daemons of our own: those of `concurrent.futures` are joined at interpreter exit, and one call that
+hangs in a backend would hang the exit with it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from queue import SimpleQueue
+from typing import ClassVar, Generic, TypeVar
+
+__all__ = ["Job", "TransferPool"]
+
+J = TypeVar("J", bound="Job")
+
+
+class Job(ABC):
+    """One blocking call, and afterwards what became of it.
+
+    `urgent` jobs (loads, lookups) overtake the others (stores). When it is collected, either `error` is set or the
+    call has returned; `seconds` is how long it ran. A cancelled job never starts and is never collected.
+    """
+
+    urgent: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self.submitted = 0.0
+        self.started = False
+        self.live = True
+        self.seconds = 0.0
+        self.error: BaseException | None = None
+
+    @abstractmethod
+    def work(self) -> None:
+        """Make the call, on a pool thread, and keep what it returned."""
+
+    def run(self) -> None:
+        """`work`, timed; whatever it raises is kept, not raised."""
+        begin = time.perf_counter()
+        try:
+            self.work()
+        except BaseException as error:  # a thread of the pool outlives whatever a backend throws
+            self.error = error
+        self.seconds = time.perf_counter() - begin
+
+
+class TransferPool(Generic[J]):
+    """`threads` daemon threads that run jobs, urgent ones first, at most `threads - 1` of the others (but one) at once.
+
+    Threads: one thread, the owner's, makes all calls; none of them waits, `close` excepted.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        if threads < 1:
+            raise ValueError(f"a transfer pool needs at least one thread, not {threads}")
+        self.threads = threads
+        self.patient_threads = max(1, threads - 1)
+        self._lock = threading.Lock()
+        self._urgent: deque[J] = deque()
+        self._patient: deque[J] = deque()
+        self._patient_running = 0
+        self._done: deque[J] = deque()
+        self._closing = False
+        # A token says "look at the queues". SimpleQueue and Lock are C: a thread woken by a Condition would need the
+        # GIL three times before it starts on its job.
+        self._tokens: SimpleQueue[None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True) for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: J) -> None:
+        """Queue a job. After `close` it is cancelled at once."""
+        job.submitted = time.monotonic()
+        if self._closing:
+            job.live = False
+            return
+        with self._lock:
+            (self._urgent if job.urgent else self._patient).append(job)
+        self._tokens.put(None)
+
+    def collect(self) -> list[J]:
+        """Jobs that ended since the last call, in the order in which they ended."""
+        ended: list[J] = []
+        while self._done:
+            ended.append(self._done.popleft())
+        return ended
+
+    def cancel(self, job: J) -> bool:
+        """Take a job that has not started out of the queue; False when it runs or has ended."""
+        with self._lock:
+            if job.started or not job.live:
+                return False
+            job.live = False
+            (self._urgent if job.urgent else self._patient).remove(job)
+            return True
+
+    def close(self, timeout: float) -> bool:
+        """Cancel what is queued and wait up to `timeout` seconds for the threads to end; True if all of them did.
+
+        Jobs that ended meanwhile are still collected. A thread stuck in a backend stays behind, as a daemon.
+        """
+        deadline = time.monotonic() + timeout
+        self._closing = True
+        with self._lock:
+            for job in (*self._urgent, *self._patient):
+                job.live = False
+            self._urgent.clear()
+            self._patient.clear()
+        for _ in self._threads:
+            self._tokens.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _work(self) -> None:
+        while not self._closing:
+            self._tokens.get()
+            while (job := self._take()) is not None:
+                job.run()
+                self._give(job)
+                del job  # an idle thread keeps no buffer alive
+
+    def _take(self) -> J | None:
+        with self._lock:
+            if self._urgent:
+                job = self._urgent.popleft()
+            elif self._patient and self._patient_running < self.patient_threads:
+                job = self._patient.popleft()
+                self._patient_running += 1
+            else:
+                return None
+            job.started = True
+            return job
+
+    def _give(self, job: J) -> None:
+        if not job.urgent:
+            with self._lock:
+                self._patient_running -= 1
+        self._done.append(job)
