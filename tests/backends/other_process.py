@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from tiers import SPACE, Tier, get, keys, writes
 
+from kvstore import GetOutcome, PutOutcome
+
 if TYPE_CHECKING:
-    from kvstore import GetOutcome, Namespace, PutOutcome, Usage
+    from kvstore import Namespace, Usage
 
 
 def put(tier: Tier, numbers: list[int], options: dict[str, Any] | None = None) -> list[PutOutcome]:
@@ -56,3 +58,18 @@ def hammer(tier: Tier, seed: int, rounds: int, options: dict[str, Any]) -> dict[
             for outcome in outcomes:
                 counts[str(outcome)] = counts.get(str(outcome), 0) + 1
     return counts
+
+
+def fill(tier: Tier, most: int) -> list[int]:
+    """Put blocks until the disk is full, and go on a little; the numbers of those that were stored."""
+    stored: list[int] = []
+    with tier.open() as store:
+        for number in range(most):
+            (outcome,) = store.put_many(SPACE, writes([number]))
+            if outcome is PutOutcome.STORED:
+                stored.append(number)
+            assert outcome in (PutOutcome.STORED, PutOutcome.FULL), outcome
+            if number - len(stored) >= 5:
+                break
+        assert all(outcome is GetOutcome.HIT for outcome in get(store, stored))
+    return stored

@@ -1,0 +1,92 @@
+"""Into a tier past its store: blocks as the device has them, for tests that damage, move and forge them.
+
+Every function runs in a process of its own (`stranger`), so that it may be used while the store is open: LMDB must not
+be opened twice in one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from typing import TYPE_CHECKING
+
+import lmdb
+
+from kvstore.environment import MAP_SIZE
+from kvstore_zarr.metadata import NamespaceTree
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from tiers import Tier
+
+    from kvstore import BlockKey, Namespace
+
+Place = tuple["Namespace", "BlockKey"]
+"""Where a block stands."""
+
+
+def read(tier: Tier, place: Place) -> bytes:
+    """The block's file, or its entry in `blocks`."""
+    if tier.url.startswith("lmdb"):
+        with _entries(tier) as (txn, table):
+            return bytes(txn.get(address(place), db=table))
+    return file_of(tier, place).read_bytes()
+
+
+def put(tier: Tier, place: Place, data: bytes) -> None:
+    """Replace or make it, whatever `data` is."""
+    if tier.url.startswith("lmdb"):
+        with _entries(tier) as (txn, table):
+            txn.put(address(place), data, db=table)
+        return
+    path = file_of(tier, place)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
+def remove(tier: Tier, place: Place) -> None:
+    """Take it away."""
+    if tier.url.startswith("lmdb"):
+        with _entries(tier) as (txn, table):
+            assert txn.delete(address(place), db=table)
+        return
+    file_of(tier, place).unlink()
+
+
+def set_info(name: bytes, value: bytes, catalogue: Path) -> None:
+    """Overwrite one record of `info` in the catalogue."""
+    with _environment(catalogue) as environment, environment.begin(write=True) as txn:
+        txn.put(name, value, db=environment.open_db(b"info", txn))
+
+
+def catalogue_of(tier: Tier) -> Path:
+    """Where the tier's LMDB environment is."""
+    assert tier.path is not None
+    return next(tier.path.rglob("data.mdb")).parent
+
+
+def file_of(tier: Tier, place: Place) -> Path:
+    """The file of a block in a `file://` tier."""
+    assert tier.path is not None
+    space, key = place
+    return tier.path / NamespaceTree(space).block(key)
+
+
+def address(place: Place) -> bytes:
+    """The key of a block in LMDB: fingerprint, group, digest."""
+    space, key = place
+    return space.fingerprint + struct.pack(">H", key.group) + key.digest
+
+
+def _environment(directory: Path) -> AbstractContextManager[lmdb.Environment]:
+    return lmdb.open(str(directory), map_size=MAP_SIZE, max_dbs=16, create=False)
+
+
+@contextlib.contextmanager
+def _entries(tier: Tier) -> Iterator[tuple[lmdb.Transaction, object]]:
+    assert tier.path is not None
+    with _environment(tier.path) as environment, environment.begin(write=True) as txn:
+        yield txn, environment.open_db(b"blocks", txn)

@@ -1,0 +1,217 @@
+"""Reads a tier from its published format alone, and says what is wrong with it. Imports nothing of kvstore.
+
+What is checked is what the formats promise (the docstrings of `kvstore_zarr.format`, `kvstore_zarr.metadata`,
+`kvstore.catalog` and `kvstore_lmdb`), written down here a second time, on purpose: a mistake that the store makes in
+the same way when it writes and when it reads would show here and nowhere else.
+
+A block's payload is the one that `content` derives from its place, so a whole block of another key is found too.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import google_crc32c
+import lmdb
+import numpy as np
+from content import content
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PAGE = 4096
+MAP_SIZE = 1 << 42
+"""More than any tier here; a reader that mapped less would not see what came after it opened."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A check's result: how many blocks are there, what they occupy in bytes, and everything that is wrong."""
+
+    blocks: int
+    used: int
+    wrong: list[str]
+
+
+@dataclass
+class Findings:
+    """What a check found. `blocks` has each visible block's address and the bytes it occupies."""
+
+    blocks: dict[bytes, int] = field(default_factory=dict[bytes, int])
+    generations: dict[bytes, int] = field(default_factory=dict[bytes, int])
+    wrong: list[str] = field(default_factory=list[str])
+    strangers: list[str] = field(default_factory=list[str])
+    """Files that are neither blocks nor documents nor the tier's own records: temporaries."""
+
+
+def address(fingerprint: bytes, group: int, digest: bytes) -> bytes:
+    """How the catalogue names a block: fingerprint, group (u16, big-endian), digest."""
+    return fingerprint + struct.pack(">H", group) + digest
+
+
+def crc(data: bytes) -> int:
+    return int(google_crc32c.value(data))
+
+
+# file://
+
+
+def check_blocks(root: Path) -> Findings:
+    """Every visible block of a `file://` tier."""
+    findings = Findings()
+    for folder in sorted(root.iterdir()):
+        if len(folder.name) == 32 and folder.is_dir():
+            _check_namespace(folder, findings)
+    return findings
+
+
+def _check_namespace(folder: Path, findings: Findings) -> None:
+    attributes = json.loads((folder / "zarr.json").read_text())["attributes"]["kvstore"]
+    space = attributes["namespace"]
+    fingerprint = bytes.fromhex(folder.name)
+    sizes = [int(np.prod(layout["shape"])) * _ITEM_BYTES[layout["dtype"]] for layout in space["layouts"]]
+    suffixes = [".0" * len(layout["shape"]) for layout in space["layouts"]]
+    widths = attributes["digest_words"]["bytes"]
+    if sum(widths) + 1 != space["digest_bytes"]:
+        findings.wrong.append(f"{folder}: words of {widths} bytes for digests of {space['digest_bytes']}")
+    for group, (size, suffix) in enumerate(zip(sizes, suffixes, strict=True)):
+        for path in _files(folder / f"g{group}"):
+            digest = _digest(path, widths, suffix)
+            if path.name == "zarr.json":
+                json.loads(path.read_text())
+            elif digest is None:
+                findings.strangers.append(str(path))
+            else:
+                _check_file(path, (fingerprint, group, digest), size, findings)
+
+
+_ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "uint8": 1}
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file()) if folder.exists() else iter(())
+
+
+def _digest(path: Path, widths: list[int], suffix: str) -> bytes | None:
+    """The digest that a block's file name and folder spell."""
+    words = path.name.removesuffix(suffix).split(".")
+    if not path.name.endswith(suffix) or len(words) != len(widths):
+        return None
+    try:
+        parts = [int(word).to_bytes(width, "big") for word, width in zip(words, widths, strict=True)]
+        return bytes.fromhex(path.parent.name) + b"".join(parts)
+    except (ValueError, OverflowError):
+        return None
+
+
+_TAIL = struct.Struct("<8sHHHBBQQQq16s64s64s")
+_TAIL_FIELDS = ("magic", "version", "flags", "group", "digest_bytes", "parent_bytes", "payload_bytes", "generation",
+                "created", "position", "fingerprint", "digest", "parent")  # fmt: skip
+
+
+def _check_file(path: Path, place: tuple[bytes, int, bytes], size: int, findings: Findings) -> None:
+    fingerprint, group, digest = place
+    data = path.read_bytes()
+    length = -(-(size + 4 + _TAIL.size + 4 + 20) // PAGE) * PAGE
+    if len(data) != length:
+        findings.wrong.append(f"{path}: {len(data)} bytes instead of {length}")
+        return
+    payload, rest = data[:size], data[size:]
+    tail: dict[str, Any] = dict(zip(_TAIL_FIELDS, _TAIL.unpack_from(rest, 4), strict=True))
+    index = struct.pack("<QQ", 0, size + 4)
+    expected = {"magic": b"KVBLOCK\n", "version": 0, "group": group, "digest_bytes": len(digest),
+                "payload_bytes": size, "fingerprint": fingerprint, "digest": digest.ljust(64, b"\0")}  # fmt: skip
+    wrong = [name for name, value in expected.items() if tail[name] != value]
+    wrong += ["payload checksum"] * (struct.unpack_from("<I", rest)[0] != crc(payload))
+    wrong += ["tail checksum"] * (struct.unpack_from("<I", rest, len(rest) - 24)[0] != crc(rest[:-24]))
+    wrong += ["shard index"] * (rest[-20:] != index + struct.pack("<I", crc(index)))
+    wrong += ["payload"] * (payload != content(*place, size).tobytes())
+    if wrong:
+        findings.wrong.append(f"{path}: {', '.join(wrong)}")
+    findings.blocks[address(*place)] = path.stat().st_blocks * 512
+    findings.generations[address(*place)] = tail["generation"]
+
+
+# The catalogue, of both local tiers
+
+_META = struct.Struct("<HHIQQQQq")
+_TOTALS = ("capacity", "blocks", "used", "reserved", "overhead", "generation", "intent")
+_DATABASES = (b"meta", b"age", b"intents", b"namespaces", b"info")
+
+
+@dataclass
+class Books:
+    """A catalogue's entries, as it has them. `sizes` and `generations` by address, `intents` by lease and number."""
+
+    sizes: dict[bytes, int]
+    generations: dict[bytes, int]
+    intents: dict[tuple[bytes, int], int]
+    totals: dict[str, int]
+    wrong: list[str]
+
+
+def read_books(directory: Path) -> Books:
+    """The catalogue in the LMDB environment `directory`, read past kvstore; safe beside live users."""
+    with (
+        lmdb.open(str(directory), readonly=True, max_dbs=16, create=False, map_size=MAP_SIZE) as environment,
+        environment.begin() as txn,
+    ):
+        tables = {name: dict(_table(environment, txn, name)) for name in _DATABASES}
+    return _books(tables)
+
+
+def _table(environment: lmdb.Environment, txn: lmdb.Transaction, name: bytes) -> Iterator[tuple[bytes, bytes]]:
+    try:
+        handle = environment.open_db(name, txn, create=False)
+    except lmdb.NotFoundError:
+        return
+    with txn.cursor(handle) as cursor:
+        yield from cursor
+
+
+def _books(tables: dict[bytes, dict[bytes, bytes]]) -> Books:
+    meta = {key: _META.unpack_from(value) for key, value in tables[b"meta"].items()}
+    totals = dict(zip(_TOTALS, struct.unpack("<7Q", tables[b"info"][b"totals"]), strict=True))
+    books = Books(
+        sizes={key: fields[3] for key, fields in meta.items()},
+        generations={key: fields[4] for key, fields in meta.items()},
+        intents={
+            (key[:16], struct.unpack(">Q", key[16:])[0]): struct.unpack_from("<Q", value)[0]
+            for key, value in tables[b"intents"].items()
+        },
+        totals=totals,
+        wrong=[],
+    )
+    ages = {
+        struct.pack(">Q", fields[6]) + key: struct.pack("<QQ", fields[3], fields[4]) for key, fields in meta.items()
+    }
+    expected = {"blocks": len(meta), "used": sum(books.sizes.values()), "reserved": sum(books.intents.values())}
+    books.wrong += [
+        f"{name} is {totals[name]}, the sum is {value}" for name, value in expected.items() if totals[name] != value
+    ]
+    books.wrong += ["`age` does not mirror `meta`"] * (ages != tables[b"age"])
+    return books
+
+
+def check_file_tier(root: Path, settled: bool, *, catalogue: Path) -> Verdict:
+    """A `file://` tier of which nobody is a user; `settled`: its last user closed it, so the books must close."""
+    findings, books = check_blocks(root), read_books(catalogue)
+    wrong = findings.wrong + books.wrong
+    if settled:
+        wrong += _unsettled(books, findings.blocks)
+        wrong += [f"left over: {name}" for name in findings.strangers]
+    return Verdict(len(findings.blocks), sum(findings.blocks.values()), wrong)
+
+
+def _unsettled(books: Books, blocks: dict[bytes, int]) -> list[str]:
+    """What the books say that is not so."""
+    wrong = [f"{len(books.intents)} intents are left"] * bool(books.intents)
+    for place in books.sizes.keys() | blocks.keys():
+        if books.sizes.get(place) != blocks.get(place):
+            there, said = blocks.get(place), books.sizes.get(place)
+            wrong.append(f"{place.hex()} occupies {there} bytes and is booked with {said}")
+    return wrong

@@ -1,0 +1,217 @@
+"""Kills processes that work on one tier, over and over, and looks at what they leave.
+
+Eight workers put and get under a small cap. A round sends SIGKILL to one or two of them, every tenth round to all
+eight; most kills wait until their worker is inside a put. Killed workers are replaced. Whenever all are dead, the tier
+is read by the independent checker, opened and closed once through kvstore, and read again. An observer samples its size
+throughout.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import random
+import signal
+import time
+from dataclasses import dataclass, field
+from multiprocessing.sharedctypes import RawArray
+from typing import TYPE_CHECKING, Any
+
+import checker
+import observer
+import worker
+from worker import COUNTS
+
+from kvstore import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from ctypes import Array, c_int64
+    from multiprocessing.context import ForkServerProcess
+    from pathlib import Path
+
+    from observer import Observation
+
+SEATS = 8
+WAIT_FOR_PUT_S = 1.0
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a campaign takes place. `own_disk`: nothing else is on the file system that holds `root`."""
+
+    url: str
+    root: Path
+    capacity: int
+    complaints: Path
+    own_disk: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def open_options(self) -> dict[str, Any]:
+        return {"capacity": self.capacity, **self.options}
+
+
+@dataclass
+class Report:
+    """What a campaign saw. `kills_inside_puts` by the workers' own marks, `intents_of_the_dead` by the catalogue."""
+
+    rounds: int = 0
+    kills: int = 0
+    kills_inside_puts: int = 0
+    intents_of_the_dead: int = 0
+    blocks_checked: int = 0
+    wrong: list[str] = field(default_factory=list[str])
+    openings_s: list[float] = field(default_factory=list[float])
+    counts: dict[str, int] = field(default_factory=dict[str, int])
+    observation: Observation | None = None
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        seen = self.counts
+        return (
+            f"{self.rounds} rounds, {self.kills} kills in {self.seconds:.0f} s, {self.kills_inside_puts} inside a put"
+            f" (intents of the dead: {self.intents_of_the_dead}); {seen}; {self.blocks_checked} blocks read by the"
+            f" checker; slowest opening {max(self.openings_s):.2f} s; {self.observation}"
+        )
+
+
+class Crew:
+    """Eight workers, each at a seat. They are forked from a process that imported everything and opened nothing."""
+
+    def __init__(self, site: Site, seed: int) -> None:
+        self.site = site
+        self.chance = random.Random(seed)
+        self.board: Array[c_int64] = RawArray("q", SEATS * len(COUNTS))
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["worker", "kvstore_zarr", "kvstore_lmdb"])
+        self._workers: dict[int, ForkServerProcess] = {}
+
+    def inside_put(self, seat: int) -> bool:
+        return bool(self.board[seat * len(COUNTS)])
+
+    def start(self) -> None:
+        """Fill every empty seat."""
+        for seat in set(range(SEATS)) - self._workers.keys():
+            self.board[seat * len(COUNTS)] = 0
+            arguments = (self.site.url, self.site.open_options(), seat, self.chance.getrandbits(32), self.board)
+            self._workers[seat] = self._context.Process(target=worker.work, args=(*arguments, self.site.complaints))
+            self._workers[seat].start()
+
+    def kill(self, seats: list[int]) -> int:
+        """SIGKILL these workers at once; how many were inside a put as they died."""
+        killed = [self._workers.pop(seat) for seat in seats]
+        for process in killed:
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+        for process in killed:
+            process.join()
+            process.close()
+        return sum(map(self.inside_put, seats))
+
+    def wait_for_put(self, seat: int) -> None:
+        """Return soon after this worker has begun a put."""
+        deadline = time.monotonic() + WAIT_FOR_PUT_S
+        while not self.inside_put(seat) and time.monotonic() < deadline:
+            time.sleep(0.0003)
+        time.sleep(self.chance.expovariate(1 / 0.002))
+
+    def counts(self) -> dict[str, int]:
+        """The sums over all seats, the dead included."""
+        return {name: sum(self.board[place :: len(COUNTS)]) for place, name in enumerate(COUNTS) if name != "inside"}
+
+
+@dataclass
+class Campaign:
+    """One campaign against one site, with the checks that its backend calls for."""
+
+    site: Site
+    check: Callable[[Path, bool], checker.Verdict]
+    catalogue: Path
+    seed: int = 1
+    report: Report = field(default_factory=Report)
+    _mourned: set[bytes] = field(default_factory=set[bytes])
+
+    def run(self, rounds: int) -> Report:
+        """`rounds` rounds, and a last check when all are dead."""
+        started = time.monotonic()
+        with open_store(self.site.url, **self.site.open_options()):
+            pass
+        with self._observed():
+            crew = Crew(self.site, self.seed)
+            for number in range(rounds):
+                crew.start()
+                everyone = number % 10 == 9 or number == rounds - 1
+                self._round(crew, list(range(SEATS)) if everyone else crew.chance.sample(range(SEATS), number % 2 + 1))
+                if everyone:
+                    self._look_at_what_is_left()
+            self.report.counts = crew.counts()
+        self.report.seconds = time.monotonic() - started
+        self.report.wrong += [path.read_text() for path in self.site.complaints.iterdir()]
+        return self.report
+
+    def _round(self, crew: Crew, seats: list[int]) -> None:
+        time.sleep(crew.chance.uniform(0.0, 0.1))
+        if crew.chance.random() < 0.85:
+            crew.wait_for_put(seats[0])
+        self.report.rounds += 1
+        self.report.kills += len(seats)
+        self.report.kills_inside_puts += crew.kill(seats)
+        self.report.intents_of_the_dead += self._new_intents_of_the_dead()
+
+    def _new_intents_of_the_dead(self) -> int:
+        """Dead users who left an intent, each counted once: they died between the reservation and its end."""
+        with_intents = {lease for lease, _ in checker.read_books(self.catalogue).intents}
+        found = {lease for lease in with_intents - self._mourned if is_dead(self.site.root, lease)}
+        self._mourned |= found
+        return len(found)
+
+    def _look_at_what_is_left(self) -> None:
+        """Before anybody opens the tier: no torn block, no wrong byte. After: nothing reserved, nothing left over."""
+        before = self.check(self.site.root, False)
+        started = time.perf_counter()
+        with open_store(self.site.url, **self.site.open_options()) as store:
+            self.report.openings_s.append(time.perf_counter() - started)
+            usage = store.usage()
+        after = self.check(self.site.root, True)
+        self.report.blocks_checked += before.blocks + after.blocks
+        self.report.wrong += before.wrong + after.wrong
+        if (usage.reserved, usage.used, usage.blocks) != (0, after.used, after.blocks):
+            self.report.wrong.append(f"{usage}, but there are {after.blocks} blocks of {after.used} bytes")
+
+    def _observed(self) -> Observing:
+        return Observing(self.site, self.report)
+
+
+class Observing:
+    """The observer's process, for as long as the block lasts; its findings end up in the report."""
+
+    def __init__(self, site: Site, report: Report) -> None:
+        self.site, self.report = site, report
+        self.board: Array[c_int64] = RawArray("q", len(observer.FIELDS))
+        self.process = multiprocessing.get_context("spawn").Process(
+            target=observer.observe, args=(site.root, site.capacity, site.own_disk, self.board)
+        )
+
+    def __enter__(self) -> None:
+        self.process.start()
+        while not self.board[1]:
+            time.sleep(0.01)
+
+    def __exit__(self, *_: object) -> None:
+        self.board[0] = 1
+        self.process.join()
+        self.process.close()
+        self.report.observation = observer.read_observation(self.board, self.site.own_disk)
+
+
+def is_dead(root: Path, lease: bytes) -> bool:
+    """Whether the user who held `lease` is gone: its file can be locked, or is not there any more."""
+    try:
+        with open(root / f"lease-{lease.hex()}", "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        return True
+    return True
