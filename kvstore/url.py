@@ -205,7 +205,8 @@ def _quoted(text: str) -> str:
 
 def _redact(text: str) -> str:
     """Text that could not be read as a URL, without whatever could be a user name, a password or an option."""
-    return re.sub(r"^[^/]*@", f"{_HIDDEN}@", _no_userinfo(text.partition("?")[0]))
+    text = text.partition("?")[0]
+    return _no_userinfo(text) if "//" in text else re.sub(r"^.*@", f"{_HIDDEN}@", text, flags=re.DOTALL)
 
 
 def _no_userinfo(text: str) -> str:

@@ -1,0 +1,56 @@
+"""The backend of `backends/README.md` as a distribution of its own, installed by pip: what a third party ships."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+README = Path(__file__).parent.parent / "backends" / "README.md"
+
+
+def code(language: str) -> str:
+    """The first code block in that language."""
+    match = re.search(rf"```{language}\n(.*?)```", README.read_text(), re.DOTALL)
+    assert match is not None, f"{README} shows no {language}"
+    return match[1]
+
+
+def install(folder: Path) -> Path:
+    """Build the wheel that the README describes and `pip install` it; returns the folder to put on the path."""
+    project = tomllib.loads(code("toml"))["project"]
+    return install_wheel(
+        folder,
+        project["name"],
+        {"kvstore_dir.py": code("python")},
+        project["entry-points"]["kvstore.backends"],
+        project["version"],
+    )
+
+
+def install_wheel(
+    folder: Path, name: str, modules: dict[str, str], backends: dict[str, str], version: str = "1.0"
+) -> Path:
+    """A pure-Python distribution with these modules and entry points, installed into a folder of its own."""
+    target = folder / f"site-{name}"
+    stem = f"{name.replace('-', '_')}-{version}"
+    wheel = folder / f"{stem}-py3-none-any.whl"
+    files = modules | {
+        f"{stem}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{stem}.dist-info/WHEEL": "Wheel-Version: 1.0\nGenerator: by hand\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{stem}.dist-info/entry_points.txt": "[kvstore.backends]\n"
+        + "".join(f"{scheme} = {path}\n" for scheme, path in backends.items()),
+    }
+    record = "".join(f"{path},,\n" for path in files) + f"{stem}.dist-info/RECORD,,\n"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path, text in (files | {f"{stem}.dist-info/RECORD": record}).items():
+            archive.writestr(path, text)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", target, wheel],
+        check=True,
+        capture_output=True,
+    )
+    return target
