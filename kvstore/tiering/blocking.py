@@ -125,7 +125,8 @@ class BlockingCalls(ABC):
             else:
                 time.sleep(PAUSE)
             self.step()
-        self.finish_request(keys)
+        self.finish_request(keys[:loaded])
+        self.forget(keys[loaded:])
         return loaded
 
     def prefetch(self, keys: Sequence[BlockKey], *, timeout: float = 30.0) -> int:

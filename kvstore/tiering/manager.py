@@ -174,7 +174,7 @@ class TieringManager(BlockingCalls):
                 raise ValueError(f"{key!r} is not being stored: complete_store names keys whose view was not None")
             if success:
                 self.primary.publish(slot)
-                self._promotions.forgive(key)
+                self._promotions.forget([key])
                 self._cascade(slot)
             self.primary.unpin(slot)
 
@@ -216,6 +216,10 @@ class TieringManager(BlockingCalls):
         self.primary.touch(keys)
         for tier in self._tiers:
             tier.touch(keys)
+        self.forget(keys)
+
+    def forget(self, keys: Sequence[BlockKey]) -> None:
+        """Nobody waits for these blocks any more; who asks next is told anew, not what was the answer a moment ago."""
         self._promotions.forget(keys)
         for key in keys:
             slot = self.primary.get(key)
@@ -300,11 +304,6 @@ class TieringManager(BlockingCalls):
         """Whether a store now would find its share of the slots not used up, and no tier behind."""
         used = len(self._writing) + len(self._cascading)
         return used < self._store_slots and not any(tier.behind for tier in self._tiers)
-
-    def forget(self, keys: Sequence[BlockKey]) -> None:
-        """Who asks next wants to know it anew: misses of the last moments are not repeated."""
-        for key in keys:
-            self._promotions.forgive(key)
 
     def _look(self, key: BlockKey, now: float, unknown: list[BlockKey]) -> LookupResult:
         slot = self.primary.get(key)

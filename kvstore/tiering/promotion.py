@@ -81,15 +81,12 @@ class Promotions:
         self._missed[key] = now + self._miss_age
         self._missed.move_to_end(key)
 
-    def forgive(self, key: BlockKey) -> None:
-        """A recent miss says nothing any more: the block was stored, or who asks wants to know it anew."""
-        self._missed.pop(key, None)
-
     def forget(self, keys: Iterable[BlockKey]) -> None:
-        """Nobody wants these any more."""
+        """Nobody wants these any more, or they are here: whoever asks next is told anew."""
         for key in keys:
             self._asking.pop(key, None)
             self._waiting.pop(key, None)
+            self._missed.pop(key, None)
 
     def first(self) -> tuple[BlockKey, SecondaryTier] | None:
         """The block that gets the next slot, and the tier that has it."""

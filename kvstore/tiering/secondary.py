@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from kvstore.abc import BlockStore
@@ -175,7 +176,7 @@ class SecondaryTier:
 
     def submit(self) -> None:
         """Hand what was noted to the transfer threads, in batches."""
-        if self._questions and self._asking is None:
+        if self._questions and self._asking is None and not self._stuck:
             self._asking = Lookup(self._store, self._namespace, list(self._questions))
             self._questions.clear()
             self._lookups.submit(self._asking)
@@ -313,28 +314,34 @@ class SecondaryTier:
         )
 
     def _give_up(self, report: TierReport) -> None:
-        """What a tier does not answer in time is a miss; nobody waits for a tier that is being waited for already."""
+        """What is not answered in time is a miss; and while such a call is stuck, nobody else waits for this tier."""
         now = time.monotonic()
         asking = self._asking
         if asking is not None and not asking.given_up and now - asking.submitted > self._lookup_timeout:
             asking.given_up = True
             self._overdue("lookup", self._lookup_timeout)
             self._answer(asking.keys, [False] * len(asking.keys), report)
-        if asking is not None and asking.given_up and self._questions:
+        for load in self._late_loads(now):
+            self._overdue("load", self._load_timeout)
+            if self._transfers.cancel(load):
+                self._cancelled(load, report)
+            else:
+                load.given_up = True
+                report.overdue.extend(load.slots)
+                self._count(failed_loads=len(load.slots))
+        if self._questions and self._stuck:
             self._answer(list(self._questions), [False] * len(self._questions), report)
             self._questions.clear()
-        for job in [job for job in self._live if isinstance(job, Load)]:
-            if now - job.submitted <= self._load_timeout:
-                break
-            if job.given_up:
-                continue
-            self._overdue("load", self._load_timeout)
-            if self._transfers.cancel(job):
-                self._cancelled(job, report)
-            else:
-                job.given_up = True
-                report.overdue.extend(job.slots)
-                self._count(failed_loads=len(job.slots))
+
+    def _late_loads(self, now: float) -> list[Load]:
+        loads = (job for job in self._live if isinstance(job, Load))  # in the order of submission
+        late = takewhile(lambda load: now - load.submitted > self._load_timeout, loads)
+        return [load for load in late if not load.given_up]
+
+    @property
+    def _stuck(self) -> bool:
+        calls = self._live if self._asking is None else (self._asking, *self._live)
+        return any(call.given_up for call in calls)
 
     def _cancelled(self, job: Transfer, report: TierReport) -> None:
         del self._live[job]

@@ -1,0 +1,367 @@
+"""A secondary tier: whatever a backend does, misses and dropped stores are all that comes of it, and all is counted."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from tiering_helpers import BLOCK, PATIENCE, SPACE, MisbehavingStore, content, fill, keys
+
+from kvstore import GetOutcome, PutOutcome, open_store
+from kvstore.errors import TierUnavailable, UnknownSchemeError
+from kvstore.tiering import PrimaryTier, SecondaryTier, TierStats
+from kvstore.tiering.secondary import TierReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from typing import Any
+
+    from kvstore import BlockKey
+    from kvstore.tiering.primary import Slot
+
+KEYS = keys(64)
+
+
+@pytest.fixture
+def store() -> Iterator[MisbehavingStore]:
+    """A backend that behaves until it is told not to, and lets go of every caller at the end of the test."""
+    backend = MisbehavingStore()
+    yield backend
+    backend.release.set()
+    backend.close()
+
+
+class Bench:
+    """A tier on the bench: slots to lend to it, and everything it ever reported."""
+
+    def __init__(self, store: MisbehavingStore, **options: Any) -> None:
+        self.tier = SecondaryTier(store, SPACE, **options)
+        self.primary = PrimaryTier(64, BLOCK)
+        self.report = TierReport()
+
+    def slots(self, names: Sequence[BlockKey], *, filled: bool) -> list[Slot]:
+        slots = [slot for name in names if (slot := self.primary.reserve(name, BLOCK))]
+        for slot in slots if filled else ():
+            slot.view[:] = content(slot.key)
+        return slots
+
+    def store(self, names: Sequence[BlockKey]) -> list[bool]:
+        return [self.tier.store(slot) for slot in self.slots(names, filled=True)]
+
+    def load(self, names: Sequence[BlockKey]) -> list[Slot]:
+        slots = self.slots(names, filled=False)
+        for slot in slots:
+            self.tier.load(slot)
+        return slots
+
+    def run(self, condition: Callable[[], object]) -> TierReport:
+        """Step until the condition holds; returns all reports so far as one."""
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            assert time.monotonic() < deadline, (self.report, self.tier.stats())
+            self.tier.submit()
+            new = self.tier.poll()
+            for name in ("answers", "loaded", "failed", "overdue", "released"):
+                getattr(self.report, name).extend(getattr(new, name))
+            time.sleep(0.0005)
+        return self.report
+
+    def settle(self) -> TierReport:
+        """Step until nothing is under way."""
+        self.tier.submit()
+        return self.run(lambda: self.tier.idle)
+
+
+@pytest.fixture
+def bench(store: MisbehavingStore) -> Iterator[Bench]:
+    """A tier with little patience over the misbehaving store."""
+    made = Bench(store, threads=2, lookup_timeout=0.15, load_timeout=0.15)
+    yield made
+    store.release.set()
+    made.tier.cancel()
+    assert made.tier.close(PATIENCE)
+
+
+def test_what_was_stored_is_found_and_loaded_by_another_tier(store: MisbehavingStore, bench: Bench) -> None:
+    assert bench.store(KEYS[:5]) == [True] * 5
+    assert [slot.key for slot in bench.settle().released] == KEYS[:5]
+    other = Bench(store)
+    other.tier.ask(KEYS[:7])
+    slots = other.load(KEYS[:5])
+    report = other.settle()
+    assert report.answers == [*((key, True) for key in KEYS[:5]), *((key, False) for key in KEYS[5:7])]
+    assert set(report.loaded) == set(slots)
+    assert all(np.array_equal(slot.view, content(slot.key)) for slot in slots)
+    assert bench.tier.stats().stores == 5
+    assert bench.tier.stats().bytes_stored == 5 * BLOCK
+    stats = other.tier.stats()
+    assert (stats.hits, stats.misses, stats.loads, stats.bytes_loaded) == (5, 2, 5, 5 * BLOCK)
+    assert stats.load_seconds > 0
+    assert other.tier.close(PATIENCE)
+    assert not store.closed, "a store that was handed in stays its owner's"
+
+
+def test_keys_asked_in_one_step_go_in_one_call(store: MisbehavingStore, bench: Bench) -> None:
+    bench.tier.ask(KEYS[:3])
+    bench.tier.ask(KEYS[2:9])
+    bench.settle()
+    assert store.calls == [("contains", KEYS[:9])]
+
+
+@pytest.mark.parametrize(("batch_blocks", "calls"), [(2, 16), (8, 4), (1000, 2)])
+def test_transfers_are_split_to_suit_the_store_and_to_use_every_thread(
+    store: MisbehavingStore, monkeypatch: pytest.MonkeyPatch, batch_blocks: int, calls: int
+) -> None:
+    monkeypatch.setattr("kvstore.tiering.secondary.MIN_BATCH_BYTES", BLOCK)
+    store.capabilities = MisbehavingStore(batch_bytes=batch_blocks * BLOCK).capabilities
+    fill(str(store.url), KEYS)
+    made = Bench(store, threads=2)
+    made.load(KEYS[:32])
+    assert len(made.settle().loaded) == 32
+    gets = [names for verb, names in store.calls if verb == "get"]
+    assert len(gets) == calls
+    assert sorted(name for names in gets for name in names) == sorted(KEYS[:32])
+    assert made.tier.close(PATIENCE)
+
+
+def test_a_lookup_without_an_answer_is_a_miss_in_time_and_the_late_answer_is_ignored(
+    store: MisbehavingStore, bench: Bench
+) -> None:
+    fill(str(store.url), KEYS[:3])
+    store.hang.add("contains")
+    begin = time.monotonic()
+    bench.tier.ask(KEYS[:3])
+    report = bench.settle()
+    assert report.answers == [(key, False) for key in KEYS[:3]]
+    assert 0.15 <= time.monotonic() - begin < 2.0
+    begin = time.monotonic()
+    bench.tier.ask(KEYS[3:5])
+    bench.settle()
+    assert report.answers[3:] == [(key, False) for key in KEYS[3:5]]
+    assert time.monotonic() - begin < 0.1, "nobody waits again for a tier that is being waited for"
+    assert len(store.calls) == 1, "and no calls pile up behind the one that hangs"
+    assert bench.tier.stats().overdue_calls == 1
+    store.hang.clear()
+    store.release.set()
+    bench.run(lambda: not store.hanging and bench.tier._asking is None)
+    assert len(report.answers) == 5
+    bench.tier.ask(KEYS[:3])
+    bench.settle()
+    assert report.answers[5:] == [(key, True) for key in KEYS[:3]], "hits again once the tier is back"
+
+
+def test_a_load_that_hangs_is_given_up_in_time_and_its_slot_is_held_until_it_ends(
+    store: MisbehavingStore, bench: Bench
+) -> None:
+    fill(str(store.url), KEYS[:3])
+    store.hang.add("get")
+    slots = bench.load(KEYS[:1])
+    report = bench.run(lambda: bench.report.overdue)
+    assert report.overdue == slots
+    assert bench.tier.holds_memory
+    bench.tier.ask(KEYS[1:2])
+    bench.run(lambda: report.answers)
+    assert report.answers == [(KEYS[1], False)], "who comes next does not wait for a tier that is stuck"
+    store.hang.clear()
+    store.release.set()
+    bench.settle()
+    assert (report.loaded, report.failed, report.released) == ([], [], slots), "its end frees the slot, nothing more"
+    assert not bench.tier.holds_memory
+    bench.tier.ask(KEYS[1:2])
+    bench.settle()
+    assert report.answers[1:] == [(KEYS[1], True)]
+
+
+def test_a_load_queued_behind_one_that_hangs_is_given_up_and_its_slot_free_at_once(
+    store: MisbehavingStore, bench: Bench
+) -> None:
+    fill(str(store.url), KEYS[:3])
+    store.hang.add("get")
+    for name in KEYS[:2]:
+        bench.load([name])
+        bench.tier.submit()
+    bench.run(lambda: len(store.hanging) == 2)
+    queued = bench.load(KEYS[2:3])
+    report = bench.run(lambda: len(bench.report.overdue) == 2 and bench.report.failed)
+    assert report.failed == queued
+    assert [names for verb, names in store.calls if verb == "get"] == [[KEYS[0]], [KEYS[1]]]
+
+
+@pytest.mark.parametrize("error", [TierUnavailable("down"), OSError(5, "I/O error"), MemoryError(), SystemExit()])
+def test_no_error_of_a_backend_gets_out_of_its_tier(
+    store: MisbehavingStore, bench: Bench, error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(str(store.url), KEYS[:4])
+    store.fail = dict.fromkeys(("contains", "get", "put", "touch"), error)
+    for _ in range(2):
+        bench.tier.ask(KEYS[:4])
+        slots = bench.load(KEYS[:2])
+        bench.store(KEYS[4:6])
+        bench.tier.touch(KEYS[:4])
+        report = bench.settle()
+        for slot in (*report.failed, *report.released):
+            bench.primary.discard(slot)
+            bench.primary.unpin(slot)
+        assert report.answers == [(key, False) for key in KEYS[:4]]
+        assert set(report.failed) == set(slots)
+        bench.report = TierReport()
+    stats = bench.tier.stats()
+    assert (stats.misses, stats.failed_loads, stats.failed_stores) == (8, 4, 4)
+    assert stats.failed_calls >= 8
+    assert stats.backlog_bytes == 0
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(said) == 4, f"each kind of failure is said once: {said}"
+    assert all(str(store.url) in line for line in said)
+    store.fail = {}
+    bench.tier.ask(KEYS[:4])
+    assert bench.settle().answers == [(key, True) for key in KEYS[:4]]
+
+
+@pytest.mark.parametrize("lie", [[], [True], [True] * 9])
+def test_a_backend_that_answers_about_other_than_what_it_was_asked_is_not_believed(
+    store: MisbehavingStore, bench: Bench, lie: list[bool]
+) -> None:
+    store.answer["contains"] = lambda *_: lie
+    store.answer["get"] = lambda *_: [GetOutcome.HIT] * len(lie)
+    store.answer["put"] = lambda *_: [PutOutcome.STORED] * len(lie)
+    bench.tier.ask(KEYS[:4])
+    slots = bench.load(KEYS[:4])
+    bench.store(KEYS[4:8])
+    report = bench.settle()
+    assert report.answers == [(key, False) for key in KEYS[:4]]
+    assert report.failed == slots
+    assert bench.tier.stats().failed_stores == 4
+
+
+def test_only_the_blocks_that_did_not_arrive_intact_fail(store: MisbehavingStore, bench: Bench) -> None:
+    fill(str(store.url), KEYS[:4])
+    inner = store.inner.get_many_into
+
+    def one_is_damaged(*call: Any) -> list[GetOutcome]:
+        outcomes = inner(*call)
+        outcomes[1] = GetOutcome.CORRUPT
+        return outcomes
+
+    store.answer["get"] = one_is_damaged
+    slots = bench.load([*KEYS[:4], KEYS[9]])
+    report = bench.settle()
+    assert [slot.key for slot in report.loaded] == [KEYS[0], KEYS[2], KEYS[3]]
+    assert report.failed == [slots[1], slots[4]]
+    stats = bench.tier.stats()
+    assert (stats.loads, stats.corrupt, stats.failed_loads) == (3, 1, 2)
+
+
+def test_a_tier_that_falls_behind_drops_stores_and_still_serves_loads(
+    store: MisbehavingStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(str(store.url), KEYS[:4])
+    store.hang.add("put")
+    made = Bench(store, threads=2, backlog_bytes=5 * BLOCK)
+    taken = made.store(KEYS[10:30])
+    assert taken == [True] * 5 + [False] * 15
+    assert made.tier.stats().shed == 15
+    assert len(caplog.records) == 1
+    slots = made.load(KEYS[:4])
+    report = made.run(lambda: len(made.report.loaded) == 4)
+    assert report.loaded == slots
+    store.release.set()
+    made.settle()
+    assert made.tier.stats().backlog_bytes == 0
+    assert made.store(KEYS[30:32]) == [True, True], "accepted again once the tier has caught up"
+    made.settle()
+    assert made.tier.close(PATIENCE)
+
+
+def test_one_store_is_accepted_even_if_it_is_larger_than_the_backlog(store: MisbehavingStore) -> None:
+    made = Bench(store, backlog_bytes=1)
+    assert made.store(KEYS[:2]) == [True, False]
+    made.settle()
+    assert made.tier.close(PATIENCE)
+
+
+def test_loads_overtake_stores_that_were_queued_before_them(store: MisbehavingStore) -> None:
+    fill(str(store.url), KEYS[:4])
+    store.hang.add("put")
+    made = Bench(store, threads=1)
+    for name in KEYS[10:13]:
+        made.store([name])
+        made.tier.submit()
+    made.run(lambda: store.hanging)
+    made.load(KEYS[:1])
+    made.tier.submit()
+    store.release.set()
+    made.settle()
+    verbs = [(verb, names[0]) for verb, names in store.calls]
+    assert verbs == [("put", KEYS[10]), ("get", KEYS[0]), ("put", KEYS[11]), ("put", KEYS[12])]
+    assert made.tier.close(PATIENCE)
+
+
+def test_touches_reach_the_store_and_do_not_pile_up(store: MisbehavingStore, bench: Bench) -> None:
+    bench.tier.touch(KEYS[:3])
+    bench.settle()
+    assert store.calls == [("touch", KEYS[:3])]
+    store.hang.add("touch")
+    for name in KEYS[:20]:
+        bench.tier.touch([name])
+        bench.tier.submit()
+        bench.tier.poll()
+    bench.run(lambda: store.hanging)
+    assert len(store.calls) == 2
+    store.release.set()
+    bench.settle()
+    assert sum(len(names) for verb, names in store.calls[1:]) == 20
+
+
+def test_what_a_store_made_of_a_block_is_counted_apart(store: MisbehavingStore, bench: Bench) -> None:
+    store.answer["put"] = lambda *_: [PutOutcome.STORED, PutOutcome.EXISTS, PutOutcome.FULL, PutOutcome.FAILED]
+    bench.store(KEYS[:4])
+    bench.settle()
+    stats = bench.tier.stats()
+    assert (stats.stores, stats.exists, stats.full, stats.failed_stores) == (1, 1, 1, 1)
+    assert stats.bytes_stored == BLOCK
+
+
+def test_closing_is_bounded_drops_what_waits_and_leaves_a_store_with_a_stuck_call_open(
+    store: MisbehavingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.tiering.secondary.open_store", lambda _: store)
+    made = Bench("memory://misbehaving", threads=1)  # type: ignore[arg-type]  # opened by the tier, so closed by it
+    store.hang.add("put")
+    made.store(KEYS[:1])
+    made.run(lambda: store.hanging)
+    made.store(KEYS[1:3])
+    made.tier.submit()
+    begin = time.monotonic()
+    dropped = made.tier.cancel()
+    assert not made.tier.close(0.2)
+    assert time.monotonic() - begin < 2.0
+    assert [slot.key for slot in dropped.released] == KEYS[1:3]
+    assert made.tier.stats().shed == 2
+    assert made.tier.holds_memory
+    assert not store.closed
+    store.release.set()
+    made.run(lambda: made.report.released)
+    assert [slot.key for slot in made.report.released] == KEYS[:1]
+    assert made.store(KEYS[5:6]) == [False], "nothing is accepted after the end"
+    assert made.tier.close(PATIENCE)
+    assert store.closed
+
+
+def test_a_url_that_cannot_be_opened_is_an_error_at_once_and_leaves_no_threads() -> None:
+    before = threading.active_count()
+    with pytest.raises(UnknownSchemeError):
+        SecondaryTier("nowhere://x", SPACE)
+    assert threading.active_count() == before
+
+
+def test_a_tier_closes_the_store_that_it_opened() -> None:
+    tier = SecondaryTier("memory://its-own", SPACE)
+    with open_store("memory://its-own") as same:
+        assert tier.close(PATIENCE)
+        assert same.usage().blocks == 0
+    assert tier.stats() == TierStats("memory://its-own")
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvstore-memory")]

@@ -1,0 +1,201 @@
+"""What tests of the tiers share: blocks whose bytes follow from their key, and a backend that misbehaves on order."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from kvstore import BlockKey, BlockLayout, BlockStore, BlockWrite, LookupResult, Namespace, TierURL, open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from kvstore import BlockInfo, BlockRead, GetOutcome, PutOutcome, Usage
+
+from kvstore.tiering import TieringManager
+
+BLOCK = 8192
+SPACE = Namespace("model", "revision-1", (BlockLayout.opaque(BLOCK),), block_tokens=16)
+PATIENCE = 20.0
+"""Seconds after which a test that waits has failed; far beyond what anything here takes."""
+
+
+def keys(count: int, prompt: str = "a", group: int = 0) -> list[BlockKey]:
+    """The blocks of one prompt."""
+    return [BlockKey(hashlib.sha256(f"{prompt} {number}".encode()).digest(), group) for number in range(count)]
+
+
+def content(key: BlockKey, nbytes: int = BLOCK) -> NDArray[np.uint8]:
+    """The bytes that belong to this key and to no other."""
+    seed = int.from_bytes(key.digest[:8], "little") + key.group
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+def writes(names: Sequence[BlockKey], space: Namespace = SPACE) -> list[BlockWrite]:
+    """Their blocks, as one prefix."""
+    parents = [b"", *(name.digest for name in names)]
+    return [
+        BlockWrite(name, content(name, space.block_bytes(name.group)).data, position, parents[position])
+        for position, name in enumerate(names)
+    ]
+
+
+def fill(url: str, names: Sequence[BlockKey], space: Namespace = SPACE) -> None:
+    """Put blocks into a store behind the manager's back."""
+    with open_store(url) as store:
+        assert all(outcome.present for outcome in store.put_many(space, writes(names, space)))
+
+
+def ask(manager: TieringManager, names: Sequence[BlockKey], timeout: float = PATIENCE) -> list[LookupResult]:
+    """Look up, as an engine does, once per step, until every answer is final."""
+    return until(manager, lambda: _final(manager.lookup(names)), timeout)
+
+
+def _final(answers: list[LookupResult]) -> list[LookupResult] | None:
+    return None if {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(answers) else answers
+
+
+T = TypeVar("T")
+
+
+def until(manager: TieringManager, condition: Callable[[], T | None], timeout: float = PATIENCE) -> T:
+    """Step until the condition is true, and return what it is."""
+    deadline = time.monotonic() + timeout
+    while not (result := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout} s: {manager.stats()}"
+        manager.step()
+        time.sleep(0.0005)
+    return result
+
+
+@contextlib.contextmanager
+def managed(*tiers: Any, space: Namespace = SPACE, **options: Any) -> Iterator[TieringManager]:
+    """A manager that is checked when the test is through with it: nothing pinned, nothing forgotten, right bytes."""
+    manager = TieringManager(space, tiers, **{"primary_slots": 4, **options})
+    try:
+        yield manager
+        check(manager)
+    finally:
+        manager.close()
+
+
+def check(manager: TieringManager) -> None:
+    """What holds whenever nothing is under way."""
+    assert manager.drain(PATIENCE), manager.stats()
+    stats = manager.stats()
+    assert (stats.asking, stats.waiting) == (0, 0)
+    assert stats.primary.pinned == stats.held, "somebody forgot a pin"
+    assert stats.primary.ready + stats.primary.free == stats.primary.slots, "somebody forgot a slot"
+    assert not any(tier.backlog_bytes for tier in stats.tiers)
+    slots = list(manager.primary._by_key.values())
+    assert sorted(manager.primary._free + [slot.index for slot in slots]) == list(range(stats.primary.slots))
+    for slot in slots:
+        assert np.array_equal(slot.view, content(slot.key, slot.view.nbytes)), f"{slot.key} holds other bytes"
+
+
+def engine_store(manager: TieringManager, names: Sequence[BlockKey]) -> list[BlockKey]:
+    """Store as an engine does: what finds no slot at once is passed over. Returns what was written."""
+    views = dict(zip(names, manager.prepare_store(names, position=0), strict=True))
+    written = [name for name, view in views.items() if view is not None]
+    for name in written:
+        np.copyto(views[name], content(name, views[name].nbytes))
+    manager.complete_store(written)
+    return written
+
+
+def engine_load(manager: TieringManager, names: Sequence[BlockKey]) -> int:
+    """Load as an engine does whose memory is small: what is HIT, then the rest; checks bytes, returns how many."""
+    done = 0
+    while done < len(names):
+        rest = names[done:]
+        answers = until(manager, partial(_started, manager, rest))
+        if answers[0] is LookupResult.MISS:
+            break
+        ready = [
+            name for name, _ in takewhile(lambda pair: pair[1] is LookupResult.HIT, zip(rest, answers, strict=True))
+        ]
+        for name, view in zip(ready, manager.prepare_load(ready), strict=True):
+            assert np.array_equal(view, content(name, view.nbytes)), f"wrong bytes for {name}"
+        manager.complete_load(ready)
+        done += len(ready)
+        manager.step()
+    manager.finish_request(names)
+    return done
+
+
+def _started(manager: TieringManager, names: Sequence[BlockKey]) -> list[LookupResult] | None:
+    answers = manager.lookup(names)
+    return answers if answers[0] in (LookupResult.HIT, LookupResult.MISS) else None
+
+
+class MisbehavingStore(BlockStore):
+    """A `memory://` store that hangs, fails, is slow or lies on order, verb by verb.
+
+    `hang` and `fail` are names of verbs. A hanging call waits for `release`; calls that wait are in `hanging`, and
+    `calls` are all calls in the order in which they began, with their keys.
+    """
+
+    def __init__(self, name: str = "misbehaving", *, batch_bytes: int = 16 << 20) -> None:
+        super().__init__(TierURL.parse(f"memory://{name}"))
+        self.inner = open_store(f"memory://{name}")
+        self.capabilities = replace(self.inner.capabilities, batch_bytes=batch_bytes)
+        self.hang: set[str] = set()
+        self.fail: dict[str, BaseException] = {}
+        self.delay: dict[str, float] = {}
+        self.answer: dict[str, Any] = {}
+        self.release = threading.Event()
+        self.hanging: list[str] = []
+        self.calls: list[tuple[str, list[BlockKey]]] = []
+        self.closed = False
+
+    def _meet(self, verb: str, names: Sequence[BlockKey]) -> None:
+        self.calls.append((verb, list(names)))
+        time.sleep(self.delay.get(verb, 0.0))
+        if verb in self.hang:
+            self.hanging.append(verb)
+            self.release.wait(PATIENCE)
+            self.hanging.remove(verb)
+        if verb in self.fail:
+            raise self.fail[verb]
+
+    def namespaces(self) -> list[Namespace]:
+        return self.inner.namespaces()
+
+    def contains_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
+        self._meet("contains", keys)
+        return self.answer.get("contains", self.inner.contains_many)(namespace, keys)
+
+    def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
+        self._meet("put", [block.key for block in blocks])
+        return self.answer.get("put", self.inner.put_many)(namespace, blocks)
+
+    def get_many_into(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
+        self._meet("get", [block.key for block in blocks])
+        return self.answer.get("get", self.inner.get_many_into)(namespace, blocks)
+
+    def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
+        return self.inner.delete_many(namespace, keys)
+
+    def touch_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
+        self._meet("touch", keys)
+        self.inner.touch_many(namespace, keys)
+
+    def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
+        return self.inner.scan(namespace)
+
+    def usage(self) -> Usage:
+        return self.inner.usage()
+
+    def close(self) -> None:
+        self.closed = True
+        self.inner.close()
