@@ -108,14 +108,21 @@ def run(args: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         click.echo("kvstore: interrupted", err=True)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has seen enough (`kvstore ls … | head`); the interpreter must not flush again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_OK
+    except (BrokenPipeError, SystemExit) as leaving:
+        return _left_early(leaving)
     except Exception:
         traceback.print_exc()
         return EXIT_FAULT
     return result if isinstance(result, int) else EXIT_OK
+
+
+def _left_early(leaving: BrokenPipeError | SystemExit) -> int:
+    """Whoever read our output has seen enough (`kvstore ls … | head`): no error, whatever click and rich make of it."""
+    if isinstance(leaving, SystemExit) and not isinstance(leaving.__context__, BrokenPipeError):
+        return leaving.code if isinstance(leaving.code, int) else EXIT_FAULT
+    # The interpreter flushes once more at its end.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_OK
 
 
 def main() -> NoReturn:

@@ -1,0 +1,433 @@
+"""The command line: right answers for machines and people, honest exit codes, and nothing changed by looking."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import numpy as np
+import pytest
+from readme_backend import install, install_wheel
+
+import kvstore
+from kvstore import BlockLayout, BlockWrite, Namespace, block_keys
+from kvstore.bench import RawFiles, TierUnderTest
+from kvstore.cli import EXIT_FAULT, EXIT_NOT_INTACT, EXIT_OK, EXIT_USAGE, cli, run
+from kvstore.errors import ConfigurationError, StoreNotFoundError, TierUnavailable
+from kvstore.url import TierURL
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parent.parent
+MODEL = Namespace("org/model", "revision-1", (BlockLayout.opaque(8192), BlockLayout.opaque(4096)), block_tokens=4)
+OTHER = Namespace("org/other", "revision-1", (BlockLayout.opaque(4096),), block_tokens=4)
+KEYS = block_keys(range(40), 4)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return install(tmp_path_factory.mktemp("site"))
+
+
+@pytest.fixture
+def scheme(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The README's backend: files that a test can damage with its own hands."""
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), *map(str, _source_tree())]))
+    yield "dir"
+    sys.modules.pop("kvstore_dir", None)
+
+
+def _source_tree() -> list[Path]:
+    """The source tree for child processes, if that is what is under test here."""
+    return [ROOT, ROOT / "backends"] if Path(kvstore.__file__).is_relative_to(ROOT / "kvstore") else []
+
+
+@pytest.fixture
+def tier(scheme: str, tmp_path: Path) -> str:
+    """A tier with ten blocks in two groups of one namespace and two blocks in another."""
+    url = f"{scheme}://{tmp_path}/kv"
+    with kvstore.open_store(url) as store:
+        store.put_many(MODEL, [BlockWrite(key, np.full(8192, 7, np.uint8)) for key in KEYS[:6]])
+        store.put_many(MODEL, [BlockWrite(key, bytes(4096)) for key in block_keys(range(16), 4, group=1)])
+        store.put_many(OTHER, [BlockWrite(key, bytes(4096)) for key in KEYS[:2]])
+    return url
+
+
+def kv(*args: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    return subprocess.run([sys.executable, "-m", "kvstore.cli", *args], capture_output=True, text=True, timeout=60)
+
+
+def machine(capsys: pytest.CaptureFixture[str], *args: str, exit_code: int = EXIT_OK) -> Any:
+    """The JSON that the command prints, and nothing else with it."""
+    capsys.readouterr()
+    assert run([*args, "--json"]) == exit_code
+    out, err = capsys.readouterr()
+    assert err == ""
+    return json.loads(out)
+
+
+def tree(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.rglob("*"))}
+
+
+# Help, and how fast it comes
+
+
+def test_the_main_help_lists_every_command_and_the_exit_codes() -> None:
+    shown = kv("--help")
+    assert shown.returncode == EXIT_OK
+    for expected in ("stat", "ls", "verify", "bench", "demo", "Exit codes", *map(str, (0, 1, 2, 3))):
+        assert expected in shown.stdout
+
+
+@pytest.mark.parametrize("command", ["stat", "ls", "verify", "bench"])
+def test_every_command_shows_an_example_that_can_be_parsed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([command, "--help"]) == EXIT_OK
+    shown = capsys.readouterr().out
+    example = shown.split("Example")[1].split("\n")[1].split("&&")[0].split()
+    assert example[:2] == ["kvstore", command]
+    parsed = cli.get_command(click.Context(cli), command)
+    assert parsed is not None
+    assert parsed.make_context(command, example[2:]).params["url"].startswith("file:///")
+
+
+def test_help_loads_neither_torch_nor_zarr_nor_a_backend_nor_tables() -> None:
+    code = (
+        "import sys; from kvstore.cli import run; run(['--help']); "
+        "print(sorted(m for m in sys.modules if m.split('.')[0] in {'torch','zarr','lmdb','rich','transformers'}"
+        " or m.startswith(('kvstore_', 'kvstore.cli.', 'kvstore.tiering'))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# stat and ls
+
+
+def test_stat_counts_namespaces_blocks_bytes_and_ages(tier: str, capsys: pytest.CaptureFixture[str]) -> None:
+    told = machine(capsys, "stat", tier)
+    first, second = told["namespaces"]
+    assert (first["namespace"], first["model"], first["groups"], first["blocks"]) == (MODEL.name, "org/model", 2, 10)
+    assert (second["namespace"], second["blocks"], second["bytes"]) == (OTHER.name, 2, 2 * (4096 + 4))
+    assert first["bytes"] == 6 * (8192 + 4) + 4 * (4096 + 4)
+    assert first["oldest"] <= first["newest"]
+    assert told["usage"]["blocks"] == 12
+    assert told["usage"]["capacity"] is None
+    assert told["capabilities"]["io"] == "buffered"
+    assert told["url"] == tier
+
+
+def test_stat_tells_people_the_same(tier: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["stat", tier]) == EXIT_OK
+    shown = capsys.readouterr().out
+    for expected in (tier, "12 blocks", "no capacity set", "buffered", "org/model", "org/other", MODEL.name):
+        assert expected in shown
+
+
+def test_stat_shows_usage_against_the_capacity(capsys: pytest.CaptureFixture[str]) -> None:
+    with kvstore.open_store("memory://capped?capacity=100kB") as store:
+        store.put_many(OTHER, [BlockWrite(KEYS[0], bytes(4096))])
+        assert run(["stat", "memory://capped?capacity=100kB"]) == EXIT_OK
+        assert "4.1 kB of 100.0 kB (4%)" in capsys.readouterr().out
+        assert machine(capsys, "stat", "memory://capped?capacity=100kB")["usage"]["capacity"] == 100_000
+
+
+def test_ls_lists_namespaces_and_with_a_prefix_their_blocks(tier: str, capsys: pytest.CaptureFixture[str]) -> None:
+    spaces = machine(capsys, "ls", tier)["namespaces"]
+    assert {space["namespace"]: space["blocks"] for space in spaces} == {MODEL.name: 10, OTHER.name: 2}
+    listed = machine(capsys, "ls", tier, "--namespace", OTHER.name[:8])
+    assert {block["digest"] for block in listed["blocks"]} == {key.digest.hex() for key in KEYS[:2]}
+    assert {block["bytes"] for block in listed["blocks"]} == {4100}
+    assert not listed["truncated"]
+    assert len(machine(capsys, "ls", tier, "--namespace", "")["blocks"]) == 12
+
+
+def test_ls_stops_at_the_limit_and_says_so(tier: str, capsys: pytest.CaptureFixture[str]) -> None:
+    listed = machine(capsys, "ls", tier, "--namespace", MODEL.name, "--limit", "3")
+    assert (len(listed["blocks"]), listed["truncated"]) == (3, True)
+    listed = machine(capsys, "ls", tier, "--namespace", MODEL.name, "--limit", "0")
+    assert (len(listed["blocks"]), listed["truncated"]) == (10, False)
+    assert run(["ls", tier, "--namespace", MODEL.name, "--limit", "3"]) == EXIT_OK
+    shown = capsys.readouterr()
+    assert "--limit 0" in shown.err
+    assert sum(line.count(key.digest.hex()) for key in KEYS for line in shown.out.splitlines()) == 3
+
+
+def test_ls_of_a_namespace_that_is_not_there_lists_those_that_are(
+    tier: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["ls", tier, "--namespace", "zzz"]) == EXIT_USAGE
+    assert MODEL.name in capsys.readouterr().err
+
+
+# verify
+
+
+def damage(tier: str, number: int, *, cut: bool = False) -> Path:
+    file = Path(TierURL.parse(tier).location) / MODEL.name / f"0-{KEYS[number].digest.hex()}"
+    data = file.read_bytes()
+    file.write_bytes(data[:100] if cut else bytes([data[0] ^ 1]) + data[1:])
+    return file
+
+
+def test_verify_of_an_intact_tier_reads_every_block(tier: str, capsys: pytest.CaptureFixture[str]) -> None:
+    told = machine(capsys, "verify", tier)
+    assert told == {
+        "url": tier,
+        "ok": True,
+        "blocks": 12,
+        "intact": 12,
+        "bytes": 6 * 8192 + 6 * 4096,
+        "removed_meanwhile": 0,
+        "corrupt": [],
+        "missing": [],
+    }
+
+
+@pytest.mark.parametrize("threads", ["1", "3"])
+def test_verify_names_every_corrupt_block_and_leaves_it_where_it_is(
+    tier: str, threads: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    damage(tier, 1)
+    damage(tier, 4, cut=True)
+    before = tree(tmp_path / "kv")
+    told = machine(capsys, "verify", tier, "--threads", threads, exit_code=EXIT_NOT_INTACT)
+    assert (told["ok"], told["blocks"], told["intact"]) == (False, 12, 10)
+    assert {block["digest"] for block in told["corrupt"]} == {KEYS[1].digest.hex(), KEYS[4].digest.hex()}
+    assert {(block["namespace"], block["group"]) for block in told["corrupt"]} == {(MODEL.name, 0)}
+    assert tree(tmp_path / "kv") == before
+    assert run(["verify", tier]) == EXIT_NOT_INTACT
+    assert f"corrupt: {MODEL.name} group 0 digest {KEYS[1].digest.hex()}" in capsys.readouterr().out
+
+
+FORGETFUL = """
+from kvstore import GetOutcome
+from kvstore_memory import MemoryStore
+
+class Forgetful(MemoryStore):
+    def get_many_into(self, namespace, blocks):
+        return [GetOutcome.MISS for _ in blocks]
+
+class Evicting(Forgetful):
+    def contains_many(self, namespace, keys):
+        return [False for _ in keys]
+"""
+
+
+def test_a_block_that_is_listed_and_cannot_be_found_is_not_intact_unless_it_went_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schemes = {"forgetful": "forgetful:Forgetful", "evicting": "forgetful:Evicting"}
+    monkeypatch.syspath_prepend(install_wheel(tmp_path, "forgetful", {"forgetful.py": FORGETFUL}, schemes))
+    with kvstore.open_store("memory://x") as store:
+        store.put_many(OTHER, [BlockWrite(KEYS[0], bytes(4096))])
+        told = machine(capsys, "verify", "forgetful://x", exit_code=EXIT_NOT_INTACT)
+        assert (told["ok"], told["intact"]) == (False, 0)
+        assert told["missing"] == [{"namespace": OTHER.name, "group": 0, "digest": KEYS[0].digest.hex()}]
+        told = machine(capsys, "verify", "evicting://x")
+        assert (told["ok"], told["intact"], told["removed_meanwhile"], told["missing"]) == (True, 0, 1, [])
+    sys.modules.pop("forgetful")
+
+
+@pytest.mark.parametrize("command", ["stat", "ls", "verify"])
+def test_looking_changes_nothing_and_creates_nothing(
+    command: str, tier: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tree(tmp_path / "kv")
+    assert run([command, tier]) == EXIT_OK
+    assert tree(tmp_path / "kv") == before
+    assert run([command, f"dir://{tmp_path}/nothing"]) == EXIT_USAGE
+    assert not (tmp_path / "nothing").exists()
+    assert run([command, tier + "?readonly=false"]) == EXIT_OK
+    assert tree(tmp_path / "kv") == before
+    capsys.readouterr()
+
+
+# Errors
+
+
+@pytest.mark.parametrize("command", ["stat", "ls", "verify", "bench"])
+@pytest.mark.parametrize(
+    "url", ["nope://x", "memory://x?capacty=1", "memory://x?capacity=lots", "no url", "file://rel"]
+)
+def test_a_bad_url_is_one_clear_message_and_exit_code_2(
+    command: str, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([command, url, "--json"]) == EXIT_USAGE
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("kvstore: ")
+    assert "Traceback" not in err
+
+
+def test_a_password_is_in_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["stat", "redis://user:hunter2@host?x=1"]) == EXIT_USAGE
+    assert "hunter2" not in capsys.readouterr().err
+
+
+def test_processes_end_with_the_documented_codes(tier: str) -> None:
+    assert kv("verify", tier).returncode == EXIT_OK
+    damage(tier, 0)
+    assert kv("verify", tier).returncode == EXIT_NOT_INTACT
+    assert kv("verify", tier + "?nope=1").returncode == EXIT_USAGE
+    assert kv("verify").returncode == EXIT_USAGE
+    assert kv("nope").returncode == EXIT_USAGE
+    assert kv("stat", tier, "--nope").returncode == EXIT_USAGE
+
+
+def test_a_fault_of_our_own_is_told_from_a_corrupt_block(tier: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (Path(TierURL.parse(tier).location) / MODEL.name / "0-not hex").touch()
+    assert run(["verify", tier]) == EXIT_FAULT
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_early_is_no_error(tier: str) -> None:
+    command = f"{sys.executable} -m kvstore.cli ls {tier} --namespace '' | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == ("0", "")
+
+
+# bench
+
+QUICK = ("--total", "512KiB", "--block-bytes", "64KiB", "--threads", "3", "--rounds", "2")
+KEYS_OF_A_FIGURE = {
+    "op",
+    "contestant",
+    "block_bytes",
+    "threads",
+    "gb_per_s",
+    "gb_per_s_min",
+    "gb_per_s_max",
+    "cpu_s_per_gb",
+    "ratio",
+}
+
+
+def test_bench_measures_the_tier_and_the_bare_device_at_every_size(
+    scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = machine(
+        capsys, "bench", f"{scheme}://{tmp_path}/new/kv", "--against", "raw", *QUICK, "--block-bytes", "5000"
+    )
+    figures = told["results"]
+    assert [(figure["block_bytes"], figure["op"], figure["contestant"]) for figure in figures] == [
+        (nbytes, op, contestant)
+        for nbytes in (65536, 5000)
+        for op in ("store", "load_cold")
+        for contestant in ("kvstore", "raw")
+    ]
+    for figure in figures:
+        assert set(figure) == KEYS_OF_A_FIGURE
+        assert 0 < figure["gb_per_s_min"] <= figure["gb_per_s"] <= figure["gb_per_s_max"]
+        assert figure["cpu_s_per_gb"] > 0
+        assert figure["threads"] == 3
+    assert all(figure["ratio"] == 1 for figure in figures if figure["contestant"] == "raw")
+    assert all(figure["ratio"] > 0 for figure in figures)
+    assert any("page cache" in note for note in told["notes"])
+    assert any(note.startswith("raw: ") and ("direct" in note or "buffered" in note) for note in told["notes"])
+
+
+def test_bench_tells_people_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "memory://bench", *QUICK]) == EXIT_OK
+    shown = capsys.readouterr().out
+    for expected in ("load_cold", "kvstore", "raw", "64 KiB", "ratio", "note: page cache", "note: kvstore: memory"):
+        assert expected in shown
+
+
+def test_bench_removes_everything_where_nothing_was(
+    scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tree(tmp_path)
+    machine(capsys, "bench", f"{scheme}://{tmp_path}/deep/er/kv", *QUICK)
+    assert tree(tmp_path).keys() == before.keys()
+
+
+def test_bench_refuses_a_tier_with_blocks_of_others(
+    tier: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tree(tmp_path)
+    assert run(["bench", tier, *QUICK]) == EXIT_USAGE
+    assert "--namespace NAME" in capsys.readouterr().err
+    assert tree(tmp_path) == before
+
+
+def test_bench_beside_blocks_of_others_leaves_theirs_and_none_of_its_own(
+    tier: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: facts for path, facts in tree(tmp_path).items() if Path(path).is_file()}
+    machine(capsys, "bench", tier, *QUICK, "--namespace", "mine")
+    after = tree(tmp_path)
+    assert {path: after[path] for path in before} == before
+    assert [path for path in after.keys() - before.keys() if "0-" in path or ".kvstore-bench" in path] == []
+    assert machine(capsys, "stat", tier)["usage"]["blocks"] == 12
+
+
+def test_bench_never_evicts_blocks_of_others(capsys: pytest.CaptureFixture[str]) -> None:
+    url = "memory://shared?capacity=512KiB"
+    with kvstore.open_store(url) as store:
+        store.put_many(OTHER, [BlockWrite(KEYS[0], bytes(4096))])
+        assert run(["bench", url, *QUICK, "--namespace", "mine"]) == EXIT_USAGE
+        assert "would evict blocks of others (org/other)" in capsys.readouterr().err
+        assert store.contains_many(OTHER, KEYS[:1]) == [True]
+
+
+def test_bench_removes_what_a_killed_one_left(scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = TierURL.parse(f"{scheme}://{tmp_path}/kv")
+    with kvstore.open_store(url):
+        pass
+    killed = TierUnderTest(url, 65536, 1 << 20)
+    killed.store(KEYS[:2], [memoryview(bytes(65536))] * 2)
+    with kvstore.open_store(url) as store:
+        assert store.usage().blocks == 2
+        machine(capsys, "bench", str(url), *QUICK)
+        assert store.usage().blocks == 0
+    killed.close()
+
+
+def test_bench_reports_no_figure_for_blocks_that_were_not_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "memory://small?capacity=200KiB", *QUICK]) == EXIT_USAGE
+    assert "lower --total or raise capacity" in capsys.readouterr().err
+
+
+def test_bench_refuses_sizes_that_make_no_sense(capsys: pytest.CaptureFixture[str]) -> None:
+    for bad in (
+        ("--total", "1KiB"),
+        ("--block-bytes", "2XB"),
+        ("--threads", "0"),
+        ("--rounds", "0"),
+        ("--against", "x"),
+    ):
+        assert run(["bench", "memory://x", *bad]) == EXIT_USAGE
+    capsys.readouterr()
+
+
+def test_the_bare_device_moves_blocks_whole_and_leaves_nothing(tmp_path: Path) -> None:
+    page = memoryview(mmap.mmap(-1, 4096))
+    page[:] = b"\5" * 4096
+    with RawFiles(tmp_path, 4096) as raw:
+        raw.store(KEYS[:1], [page])
+        (file,) = raw.files()
+        assert file.read_bytes() == bytes(page)
+        os.truncate(file, 100)
+        with pytest.raises(OSError, match="100 of 4096 bytes"):
+            raw.load(KEYS[:1], [page])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tier_under_test_reports_what_went_wrong_instead_of_a_figure(scheme: str, tmp_path: Path) -> None:
+    url = TierURL.parse(f"{scheme}://{tmp_path}/kv")
+    with TierUnderTest(url, 4096, 1 << 20) as tier, pytest.raises(TierUnavailable, match="miss instead of hit"):
+        tier.load(KEYS[:1], [memoryview(bytearray(4096))])
+    with pytest.raises(StoreNotFoundError):
+        kvstore.open_store(url, readonly=True)
+    with pytest.raises(ConfigurationError):
+        TierUnderTest(TierURL.parse("memory://x?nope=1"), 4096, 1 << 20)
