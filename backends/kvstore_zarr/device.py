@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from kvstore_zarr.format import BlockFrame
 
-__all__ = ["BOUNCE_BYTES", "BlockDevice", "aligned_empty", "probe_direct"]
+__all__ = ["BOUNCE_BYTES", "BlockDevice", "aligned_empty", "probe_direct", "probe_direct_read"]
 
 BOUNCE_BYTES = 4 << 20
 """The most memory a thread keeps for callers whose buffers are not aligned."""
@@ -65,6 +65,23 @@ def probe_direct(folder: Path) -> str | None:
         name.unlink()
 
 
+def probe_direct_read(file: Path) -> str | None:
+    """Read the first page of `file` with O_DIRECT: None if that works, else why not. Writes nothing."""
+    if not hasattr(os, "O_DIRECT"):
+        return "this platform has no O_DIRECT"
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError as error:
+        return f"the file system refuses O_DIRECT: {error.strerror}"
+    try:
+        os.preadv(fd, [aligned_empty(PAGE).data], 0)
+    except OSError as error:
+        return f"the file system refuses O_DIRECT transfers: {error.strerror}"
+    finally:
+        os.close(fd)
+    return None
+
+
 class _Scratch(threading.local):
     """This thread's page-aligned memory: two pages for closings, and a bounce buffer once it is needed."""
 
@@ -88,19 +105,26 @@ class BlockDevice:
         self._scratch = _Scratch()
 
     @classmethod
-    def choose(cls, io: str, folder: Path) -> tuple[BlockDevice, str | None]:
+    def choose(cls, io: str, folder: Path, *, sample: Path | None = None) -> tuple[BlockDevice, str | None]:
         """The device that option `io` (auto, direct, buffered) means in `folder`, and why it is not direct, if so.
 
+        Found out by writing to `folder`, or, where nothing may be written, by reading the file `sample`.
         Raises `StoreAccessError` for `direct` where that does not work, OSError where `folder` cannot be written.
         """
-        reason = "io=buffered was asked for" if io == "buffered" else probe_direct(folder)
+        if io == "buffered":
+            reason: str | None = "io=buffered was asked for"
+        else:
+            reason = probe_direct(folder) if sample is None else probe_direct_read(sample)
         if reason is not None and io == "direct":
             raise StoreAccessError(f"io=direct is not possible in {folder}: {reason}; use io=auto or io=buffered")
         return cls(direct=reason is None), reason
 
     def create(self, path: str, mode: int) -> int:
         """A descriptor of the new file `path`. Raises FileExistsError and whatever open(2) says."""
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | self._flags, mode)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | self._flags, mode)
+        if mode & 0o077:
+            os.fchmod(fd, mode)  # not left to the umask: the option says who may read
+        return fd
 
     def open(self, path: str, *, writable: bool = False) -> int:
         """A descriptor of the file `path`, for reading or also for overwriting it in place."""

@@ -1,0 +1,126 @@
+"""Whom a put evicts: the least recently used blocks that nobody is reading, locked while they go.
+
+A victim's file is locked exclusively from its choice to its end: readers hold a shared lock, so a block that is being
+read is skipped and made young again. Where sizes match, the put overwrites the victim's file in place under its own
+name: nothing is allocated, nothing fragments, and it is more than twice as fast.
+"""
+
+# ruff: noqa: PTH104, PTH108 - plain strings: a Path costs more than the system call it is made for
+
+from __future__ import annotations
+
+import fcntl
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore_zarr.removal import inode_of, release
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from kvstore.catalog import Snapshot, Victim
+    from kvstore_zarr.tier import LocalTier
+
+__all__ = ["Held", "choose", "clear_away", "let_go"]
+
+MOST_LOOKED_AT = 4096
+"""How many of the oldest blocks one choice looks at, when one after the other is taken or being read."""
+
+
+@dataclass(slots=True)
+class Held:
+    """A victim whose file this thread has open and locked; `fd` is -1 where the file is gone."""
+
+    victim: Victim
+    path: str
+    fd: int = -1
+    file_bytes: int = -1
+    inode: int = -1
+
+
+def choose(tier: LocalTier, snapshot: Snapshot, shortage: int) -> list[Held]:
+    """Victims whose sizes add up to `shortage` bytes, if so many can be had."""
+    chosen: list[Held] = []
+    for number, victim in enumerate(snapshot.oldest()):
+        if shortage <= 0 or number == MOST_LOOKED_AT:
+            break
+        held = _hold(tier, victim)
+        if held is not None:
+            chosen.append(held)
+            shortage -= victim.size
+    return chosen
+
+
+def _hold(tier: LocalTier, victim: Victim) -> Held | None:
+    with tier.lock:
+        if victim.address in tier.claimed:
+            return None
+        tier.claimed.add(victim.address)
+    held = Held(victim, tier.path(victim.address) or "")
+    try:
+        held.fd = tier.device.open(held.path, writable=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return held  # the entry alone is there to be evicted
+    except OSError:
+        tier.claimed.discard(victim.address)
+        return None
+    if not _lock(tier, held):
+        let_go(tier, [held])
+        return None
+    status = os.fstat(held.fd)
+    held.file_bytes, held.inode = status.st_size, status.st_ino
+    return held
+
+
+def _lock(tier: LocalTier, held: Held) -> bool:
+    try:
+        fcntl.flock(held.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        try:
+            fcntl.flock(held.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False  # another process evicts it
+        tier.catalog.note([held.victim.address], hits=0)  # it is being read
+        return False
+    return True
+
+
+def let_go(tier: LocalTier, held: Iterable[Held]) -> None:
+    """Close and unlock victims, spared or gone."""
+    for one in held:
+        if one.fd >= 0:
+            release(one.fd)
+            one.fd = -1
+        tier.claimed.discard(one.victim.address)
+
+
+def clear_away(tier: LocalTier, taken: Sequence[Held], drafts: Iterator[tuple[int, str]]) -> dict[str, int]:
+    """Take the files of evicted blocks away: descriptors of those that became drafts instead, still locked, by path.
+
+    `drafts` are the size and the path of each file to be written. All other victims' space is free on return.
+    """
+    by_size: dict[int, list[Held]] = {}
+    for held in taken:
+        by_size.setdefault(held.file_bytes, []).append(held)
+    heirs = {
+        matching.pop().victim.address: path for file_bytes, path in drafts if (matching := by_size.get(file_bytes))
+    }
+    for held in taken:
+        if held.fd >= 0 and held.victim.address not in heirs:
+            os.ftruncate(held.fd, 0)
+    recycled: dict[str, int] = {}
+    with tier.names.hold(held.victim.address for held in taken):
+        for held in taken:
+            heir = heirs.get(held.victim.address)
+            if held.fd < 0:
+                continue
+            if inode_of(held.path) != held.inode:  # replaced since by a newer copy, which unlinked it
+                os.ftruncate(held.fd, 0)
+            elif heir is None:
+                os.unlink(held.path)
+            else:
+                os.rename(held.path, heir)
+                recycled[heir], held.fd = held.fd, -1
+    let_go(tier, taken)
+    return recycled

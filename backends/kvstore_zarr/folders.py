@@ -1,0 +1,132 @@
+"""The folders of the tree: made when first needed, and counted, because a cap counts them too.
+
+A directory grows with its names and, on ext4, never shrinks. What each occupies, and each `zarr.json`, stands in the
+catalogue's `folders` database; a put reserves the most that its names can add, and records what they did add when it
+publishes.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from typing import TYPE_CHECKING
+
+from kvstore_zarr.format import PAGE
+from kvstore_zarr.metadata import METADATA_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    import lmdb
+
+    from kvstore.environment import Environment
+    from kvstore.types import BlockKey
+    from kvstore_zarr.metadata import NamespaceTree
+
+__all__ = ["FOLDERS_DATABASE", "Folders", "make_folder", "occupied"]
+
+FOLDERS_DATABASE = "folders"
+
+NAME_GROWTH = 4 * PAGE
+"""The most one new name adds to an ext4 directory: a split leaf, a split index, a new root, an extent block."""
+FOLDER_GROWTH = 3 * (NAME_GROWTH + 2 * PAGE)
+"""The most a put adds when it makes namespace, group and array: each a folder with its document, and a name above."""
+
+_U64 = struct.Struct("<Q")
+_TOTAL = b"\0total"
+
+
+def occupied(path: str | Path) -> int:
+    """What the device says `path` occupies, in bytes; 0 if there is no such file."""
+    try:
+        return os.lstat(path).st_blocks * 512
+    except FileNotFoundError:
+        return 0
+
+
+def make_folder(path: Path, mode: int) -> None:
+    """Make the directory `path`, unless it is there, with the search bits that go with the file permissions `mode`."""
+    path.mkdir(mode=0o700, exist_ok=True)
+    if mode & 0o077:
+        path.chmod(mode | (mode & 0o444) >> 2)  # not left to the umask: the option says who may read
+
+
+class Folders:
+    """The folders of one store, by path relative to its root. Thread-safe: what it remembers only saves work."""
+
+    def __init__(self, root: Path, temporaries: Path, environment: Environment, mode: int) -> None:
+        self._root = root
+        self._temporaries = temporaries
+        self._drafts = str(temporaries.relative_to(root))
+        self._database = environment.databases[FOLDERS_DATABASE]
+        self._mode = mode
+        self._made: set[str] = set()
+        self._counted: dict[str, int] = {}
+
+    def growth(self, folder: str) -> int:
+        """The most that a new file in `folder` can add to the tree's directories."""
+        return NAME_GROWTH * 2 if folder in self._made else NAME_GROWTH * 2 + FOLDER_GROWTH
+
+    def make(self, tree: NamespaceTree, key: BlockKey, *, unique: str, again: bool = False) -> None:
+        """See that the folder for `key` and all above it exist and are described.
+
+        `unique` is a file name that nobody else uses. `again`: even if this process did so before. Atomic: a document
+        appears whole. Raises OSError.
+        """
+        folder = tree.folder(key)
+        if folder in self._made and not again:
+            return
+        for path, text in tree.documents(key).items():
+            document = self._root / path
+            if document.exists():
+                continue
+            make_folder(document.parent, self._mode)
+            draft = self._temporaries / unique
+            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, self._mode), "w") as file:
+                file.write(text)
+            draft.rename(document)
+        self._made.add(folder)
+
+    def measure(self, folders: Iterable[str]) -> dict[str, int]:
+        """What has grown since this process last recorded it: `folders`, and what stands above those that are new."""
+        paths = {*folders, self._drafts}
+        for folder in [path for path in paths if path not in self._counted and path != self._drafts]:
+            space, group, _ = folder.split("/")
+            above = (space, f"{space}/{group}", folder)
+            paths.update((".",), above, (f"{path}/{METADATA_NAME}" for path in above))
+        sizes = {path: occupied(f"{self._root}/{path}") for path in paths}
+        return {path: nbytes for path, nbytes in sizes.items() if nbytes > self._counted.get(path, -1)}
+
+    def measure_all(self) -> dict[str, int]:
+        """What every directory and document in the tree occupies, by a walk: for a rebuild, and a new store."""
+        found: dict[str, int] = {}
+        for path, _, files in os.walk(self._root):
+            folder = os.path.relpath(path, self._root)
+            found[folder] = occupied(path)
+            if METADATA_NAME in files:
+                found[f"{folder}/{METADATA_NAME}"] = occupied(f"{path}/{METADATA_NAME}")
+        return found
+
+    def record(self, txn: lmdb.Transaction[memoryview], measured: Mapping[str, int]) -> None:
+        """Write down what `measure` found, in a write transaction. A smaller figure than the recorded one is old."""
+        added = 0
+        for folder, nbytes in measured.items():
+            stored = txn.get(folder.encode(), db=self._database)
+            known = _U64.unpack(stored)[0] if stored is not None else 0
+            if nbytes > known:
+                txn.put(folder.encode(), _U64.pack(nbytes), db=self._database)
+                added += nbytes - known
+            self._counted[folder] = max(nbytes, known)
+        if added:
+            txn.put(_TOTAL, _U64.pack(self.total(txn) + added), db=self._database)
+
+    def total(self, txn: lmdb.Transaction[memoryview]) -> int:
+        """What all recorded folders occupy, in bytes."""
+        stored = txn.get(_TOTAL, db=self._database)
+        return _U64.unpack(stored)[0] if stored is not None else 0
+
+    def forget(self, txn: lmdb.Transaction[memoryview]) -> None:
+        """Drop every record, before a rebuild."""
+        txn.drop(self._database, delete=False)
+        self._counted.clear()

@@ -1,0 +1,120 @@
+"""A get: look it up, open, lock, read in one call, check everything.
+
+The shared lock keeps an eviction from cutting or overwriting the file while it is read. What is read is trusted for
+nothing: checksum, tail, key, namespace and size are all held against what was asked for.
+"""
+
+from __future__ import annotations
+
+import enum
+import fcntl
+import os
+import time
+from typing import TYPE_CHECKING
+
+from kvstore.catalog import address_of
+from kvstore.types import GetOutcome
+from kvstore_zarr.removal import inode_of, release, remove
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvstore.types import BlockKey
+    from kvstore_zarr.metadata import NamespaceTree
+    from kvstore_zarr.tier import LocalTier
+
+__all__ = ["get_blocks"]
+
+LOOKS = 50
+"""How often a get looks again at a block that an eviction has locked but not yet taken, a millisecond apart."""
+
+
+class _Look(enum.Enum):
+    """What one look at a block's file found."""
+
+    GOOD = "good"
+    BUSY = "busy"
+    CHANGED = "changed"
+
+
+def get_blocks(
+    tier: LocalTier, tree: NamespaceTree, reads: Sequence[tuple[BlockKey, NDArray[np.uint8]]]
+) -> list[GetOutcome]:
+    """Get blocks of one namespace, whose buffers have been checked; one outcome each, in order."""
+    addresses = [address_of(tree.namespace, key) for key, _ in reads]
+    with tier.catalog.read() as snapshot:
+        present = snapshot.contains(addresses)
+    outcomes = [
+        _get(tier, tree, address, key, into) if there else GetOutcome.MISS
+        for address, (key, into), there in zip(addresses, reads, present, strict=True)
+    ]
+    hits = [address for address, outcome in zip(addresses, outcomes, strict=True) if outcome is GetOutcome.HIT]
+    if hits and not tier.readonly and tier.catalog.note(hits):
+        tier.catalog.settle()
+    return outcomes
+
+
+def _get(tier: LocalTier, tree: NamespaceTree, address: bytes, key: BlockKey, into: NDArray[np.uint8]) -> GetOutcome:
+    path = f"{tier.root}/{tree.block(key)}"
+    for _ in range(LOOKS):
+        look = _look(tier, tree, path, key, into)
+        if look is _Look.GOOD:
+            return GetOutcome.HIT
+        if look is _Look.BUSY:
+            time.sleep(0.001)
+        if isinstance(look, _Look):
+            with tier.catalog.read() as snapshot:
+                if not snapshot.contains([address])[0]:
+                    return GetOutcome.MISS
+            continue
+        return _heal(tier, address, look)
+    return GetOutcome.MISS
+
+
+def _heal(tier: LocalTier, address: bytes, inode: int | None) -> GetOutcome:
+    """Remove a block whose file is damaged, or the entry of one whose file is gone (`inode` is None)."""
+    if tier.readonly:
+        return GetOutcome.MISS if inode is None else GetOutcome.CORRUPT
+    removed = remove(tier, [address], seen={address: inode})[0]
+    return GetOutcome.CORRUPT if removed and inode is not None else GetOutcome.MISS
+
+
+def _look(
+    tier: LocalTier, tree: NamespaceTree, path: str, key: BlockKey, into: NDArray[np.uint8]
+) -> _Look | int | None:
+    """Read the file once: what was found, or the inode of a file that is damaged, or None where there is no file."""
+    try:
+        fd = tier.device.open(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _Look.BUSY
+        status = os.fstat(fd)
+        if _is_intact(tier, tree, fd, status.st_size, key, into):
+            return _Look.GOOD
+        # A file that another put has taken over since it was opened is no damage: look at the name again.
+        return status.st_ino if inode_of(path) == status.st_ino else _Look.CHANGED
+    finally:
+        release(fd)
+
+
+def _is_intact(
+    tier: LocalTier, tree: NamespaceTree, fd: int, size: int, key: BlockKey, into: NDArray[np.uint8]
+) -> bool:
+    frame = tree.frames[key.group]
+    closing = tier.device.closing()
+    try:
+        if size != frame.file_bytes or not tier.device.read(fd, frame, into, closing):
+            return False
+    except OSError:  # a bad sector, say: this block cannot be had
+        return False
+    facts = frame.facts(closing)
+    if facts is None or facts.key != key or facts.fingerprint != tree.namespace.fingerprint:
+        return False
+    return frame.payload_is_intact(closing, into)

@@ -1,0 +1,52 @@
+"""One lock per block name, over all threads and processes: who changes what a name stands for holds it.
+
+What it keeps true: **a file without a catalogue entry, looked at under its name's lock, is garbage.** A put renames its
+file into place and publishes it under the lock; whoever removes a block (an eviction, a delete, a reclaim after a
+kill) looks under the lock whether the name still stands for what is to be removed. So a late removal cannot hit a newer
+copy, whatever died in between, and files need no generation numbers.
+
+The locks are open-file-description locks on single bytes of one empty file, at offsets taken from the digests: two
+names collide about never, a killed process lets go, and no inode of a block is involved.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable
+    from pathlib import Path
+
+__all__ = ["NameLocks"]
+
+_FLOCK = struct.Struct("hhqqi0q")  # struct flock of 64-bit Linux: type, whence, start, length, pid
+_OFFSETS = (1 << 63) - 2
+
+
+class NameLocks:
+    """The locks of one store. Thread-safe; each holding has a descriptor of its own."""
+
+    def __init__(self, path: Path, mode: int) -> None:
+        self._path = str(path)
+        self._mode = mode
+
+    @contextmanager
+    def hold(self, addresses: Iterable[bytes]) -> Generator[None]:
+        """Wait for the names' locks and hold them while the body runs. Not re-entrant.
+
+        Taken in one order by everybody, so that no two wait for each other; the catalogue's write lock may be taken
+        inside, never around.
+        """
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._mode)
+        try:
+            for offset in sorted({int.from_bytes(address[-8:], "big") % _OFFSETS for address in addresses}):
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0))
+            yield
+        finally:
+            # Said aloud, not left to close: a child forked meanwhile has the same open file.
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
+            os.close(fd)

@@ -1,0 +1,180 @@
+"""Opening and closing a `file://` tier: is it ours, who else is here, what did the last one leave, is it over its cap.
+
+Nothing is made or changed before the location is known to be a tier, or empty.
+"""
+
+from __future__ import annotations
+
+import errno
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from kvstore.catalog import DATABASES, Catalog
+from kvstore.environment import Environment, check_filesystem, damage
+from kvstore.errors import (
+    NotAStoreError,
+    StoreAccessError,
+    StoreDamagedError,
+    StoreFullError,
+    StoreNotFoundError,
+    StoreOpenError,
+)
+from kvstore.presence import Presence, State
+from kvstore.url import CAPACITY, DURABILITY, IO, MODE, READONLY, TierURL, local_path
+from kvstore_zarr.device import BlockDevice
+from kvstore_zarr.folders import FOLDERS_DATABASE, Folders, make_folder
+from kvstore_zarr.metadata import read_namespace
+from kvstore_zarr.names import NameLocks
+from kvstore_zarr.put import make_room
+from kvstore_zarr.rebuild import namespaces_in, rebuild
+from kvstore_zarr.removal import reclaim
+from kvstore_zarr.tier import CATALOGUE, DRAFTS, INNER, LocalTier
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+    from pathlib import Path
+
+__all__ = ["close_tier", "open_tier"]
+
+LEAST_CAPACITY = 1 << 20
+"""A tier's own records take about 400 KiB before the first block."""
+
+
+def open_tier(url: TierURL) -> tuple[LocalTier, str | None]:
+    """The tier at `url`, made where nothing is, and why its I/O is not direct, if so. Raises a `StoreOpenError`."""
+    root = local_path(url)
+    with _explaining(root):
+        _check_location(root, url)
+        if not url.option(READONLY):
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in (root, root / INNER, root / CATALOGUE, root / DRAFTS):
+                make_folder(folder, url.option(MODE))
+        check_filesystem(root)
+        with Presence.opening(root / INNER, readonly=url.option(READONLY), mode=url.option(MODE)) as presence:
+            return _open_parts(url, root, presence)
+
+
+def close_tier(tier: LocalTier) -> None:
+    """Settle what is noted and leave; the last one out brings the catalogue to disk."""
+    try:
+        with tier.presence.closing() as last:
+            if not tier.readonly:
+                tier.catalog.settle()
+                reclaim(tier)
+            if last:
+                tier.environment.sync()
+    finally:
+        tier.environment.close()
+
+
+def _check_location(root: Path, url: TierURL) -> None:
+    readonly, capacity = url.option(READONLY), url.option(CAPACITY)
+    try:
+        names = sorted(entry.name for entry in root.iterdir())
+    except FileNotFoundError:
+        names = []
+    except NotADirectoryError:
+        raise NotAStoreError(f"{root} is not a directory: a file:// tier is one; choose another path") from None
+    known = INNER in names and (root / INNER).is_dir()
+    if not known:
+        for name in names:
+            if name != "lost+found" and read_namespace(root / name) is None:
+                raise NotAStoreError(
+                    f"{root} is no tier, and {name!r} in it is not kvstore's: choose an empty or a new directory"
+                )
+        if readonly:
+            has = "blocks but no catalogue: open it once without readonly=true" if names else "nothing"
+            raise StoreNotFoundError(f"{root} holds {has}, and a read-only opening creates none")
+    if names:
+        list(namespaces_in(root))  # a later format is an error before anything is touched
+    if capacity is not None and capacity.bytes is not None and capacity.bytes < LEAST_CAPACITY:
+        raise StoreFullError(
+            f"{root}: capacity={capacity.bytes} is too small for even an empty tier: give at least {LEAST_CAPACITY}"
+        )
+
+
+def _open_parts(url: TierURL, root: Path, presence: Presence) -> tuple[LocalTier, str | None]:
+    readonly, mode = url.option(READONLY), url.option(MODE)
+    must_rebuild = _must_rebuild(root / CATALOGUE, presence)
+    with ExitStack() as undo:
+        names = (*DATABASES, FOLDERS_DATABASE)
+        environment = Environment.open(root / CATALOGUE, names, readonly=readonly, mode=mode)
+        undo.callback(environment.close)
+        catalog = Catalog(environment)
+        wanted = url.option(CAPACITY)
+        capacity = catalog.prepare(wanted.resolve(root) if wanted else None, alone=presence.alone)
+        sample = root / CATALOGUE / "data.mdb" if readonly else None
+        device, reason = BlockDevice.choose(url.option(IO), root / DRAFTS, sample=sample)
+        tier = LocalTier(
+            root=root,
+            device=device,
+            environment=environment,
+            catalog=catalog,
+            presence=presence,
+            folders=Folders(root, root / DRAFTS, environment, mode),
+            names=NameLocks(root / INNER / "names", mode),
+            capacity=capacity,
+            slack=_slack(capacity, buffered=not device.direct),
+            mode=mode,
+            durable=url.option(DURABILITY) == "fsync",
+            readonly=readonly,
+        )
+        if not readonly:
+            _bring_in_order(tier, must_rebuild=must_rebuild)
+        undo.pop_all()
+    return tier, reason
+
+
+def _slack(capacity: int | None, *, buffered: bool) -> int:
+    """What stays free under a capacity for what is not measured at each step.
+
+    At most 1 MiB for the catalogue's growth between two looks at it. Buffered, a fragmented file gets the page for its
+    extents only when it is written back, after its size was taken: about one page in 340.
+    """
+    if capacity is None:
+        return 0
+    return min(max(capacity // 16, 128 << 10), 1 << 20) + (capacity // 4096 if buffered else 0)
+
+
+def _must_rebuild(catalogue: Path, presence: Presence) -> bool:
+    """Whether the catalogue cannot be trusted; one that cannot even be opened is taken away. Under the gate."""
+    suspect = presence.alone and presence.found not in (State.CLEAN, State.DIRTY)
+    problem = damage(catalogue, thorough=suspect)
+    if presence.readonly or not presence.alone:
+        if problem is not None:
+            raise StoreDamagedError(f"{problem}: open the tier alone and without readonly=true, and it is rebuilt")
+        return False
+    if problem is not None:
+        presence.mark(State.REBUILDING)
+        for name in ("data.mdb", "lock.mdb"):
+            (catalogue / name).unlink(missing_ok=True)
+    return suspect or not (catalogue / "data.mdb").exists()
+
+
+def _bring_in_order(tier: LocalTier, *, must_rebuild: bool) -> None:
+    if must_rebuild:
+        tier.presence.mark(State.REBUILDING)
+        rebuild(tier)
+    reclaim(tier, alone=tier.presence.alone)
+    with tier.catalog.write() as change:
+        tier.account(change)
+    if tier.presence.alone:
+        make_room(tier)
+
+
+@contextmanager
+def _explaining(root: Path) -> Generator[None]:
+    """Turn what the operating system says into an error of ours that says what to do about it."""
+    try:
+        yield
+    except StoreOpenError:
+        raise
+    except (FileExistsError, NotADirectoryError) as error:
+        raise NotAStoreError(f"{root}: {error.filename} is not a directory: choose another path") from error
+    except OSError as error:
+        said = f"{root} cannot be used as a tier: {error.strerror} ({error.filename})"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreFullError(f"{said}: make room on its disk") from error
+        if error.errno == errno.EROFS:
+            raise StoreAccessError(f"{said}: remount it writable, or open it with readonly=true") from error
+        raise StoreAccessError(f"{said}: check owner, permissions and mount") from error

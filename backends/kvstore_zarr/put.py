@@ -1,0 +1,353 @@
+"""A put: plan, reserve, make room, write, publish. A kill between any two steps leaves no torn block and leaks nothing.
+
+1. **plan**, in a read transaction: what is there already, what the rest will occupy, whom to evict for it;
+2. **reserve**, one short write transaction: the victims' entries go, the space is taken, an intent names it all;
+3. **remove**: the victims' files are overwritten in place or go;
+4. **write** each block under a draft's name;
+5. **publish**, under the names' locks: rename each draft into place, then one transaction enters them and drops the
+   intent. Whoever lost a race for a name finds the winner's entry there, and drops its draft.
+
+Reserved is the larger of what will be written and what is being freed, until step 5: both may be on the disk at once.
+"""
+
+# ruff: noqa: PTH104, PTH119, PTH120 - plain strings: a Path costs more than the system call it is made for
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import lmdb
+
+from kvstore.catalog import Entry, address_of
+from kvstore.types import BlockWrite, PutOutcome
+from kvstore_zarr import eviction, steps
+from kvstore_zarr.format import PAGE, BlockFacts
+from kvstore_zarr.removal import erase, reclaim, release, settle_intent
+from kvstore_zarr.tier import pack_addresses
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvstore.catalog import Change, Intent
+    from kvstore_zarr.eviction import Held
+    from kvstore_zarr.metadata import NamespaceTree
+    from kvstore_zarr.tier import LocalTier
+
+__all__ = ["PutJob", "make_room", "put_blocks"]
+
+JOB_BYTES = 16 << 20
+"""The most that one job reserves at a time; and a 32nd of the capacity, so that several find room beside each other."""
+PATIENCE_S = 0.2
+"""How long a put waits for room that other puts hold, before a block is `FULL`."""
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """One block on its way. `outcome` is None until it is settled; `size` what its file came to occupy."""
+
+    write: BlockWrite
+    payload: NDArray[np.uint8]
+    address: bytes
+    folder: str
+    path: str
+    cost: int
+    draft: str = ""
+    created: int = 0
+    generation: int = 0
+    size: int = 0
+    outcome: PutOutcome | None = None
+
+
+def put_blocks(
+    tier: LocalTier, tree: NamespaceTree, writes: Sequence[tuple[BlockWrite, NDArray[np.uint8]]]
+) -> list[PutOutcome]:
+    """Put blocks of one namespace, whose buffers have been checked; one outcome each, in order."""
+    blocks: dict[bytes, _Block] = {}
+    order = [address_of(tree.namespace, write.key) for write, _ in writes]
+    for address, (write, payload) in zip(order, writes, strict=True):
+        if address not in blocks:
+            blocks[address] = _block(tier, tree, address, write, payload)
+    _run(tier, tree, list(blocks.values()))
+    outcomes: list[PutOutcome] = []
+    for address in order:
+        outcome = blocks[address].outcome or PutOutcome.FULL
+        outcomes.append(outcome)
+        if outcome.present:
+            blocks[address].outcome = PutOutcome.EXISTS  # for a second write of the key
+    return outcomes
+
+
+def _block(
+    tier: LocalTier, tree: NamespaceTree, address: bytes, write: BlockWrite, payload: NDArray[np.uint8]
+) -> _Block:
+    folder = tree.folder(write.key)
+    file_bytes = tree.frames[write.key.group].file_bytes
+    cost = file_bytes + PAGE + tier.folders.growth(folder)  # a page for the extents of a fragmented file
+    return _Block(write, payload, address, folder, f"{tier.root}/{tree.block(write.key)}", cost)
+
+
+def _run(tier: LocalTier, tree: NamespaceTree, waiting: list[_Block]) -> None:
+    most = JOB_BYTES if tier.capacity is None else min(JOB_BYTES, tier.capacity // 32)
+    deadline = 0.0
+    while waiting:
+        batch = _first(waiting, most)
+        moved = PutJob(tier, tree, batch).run()
+        waiting = [block for block in waiting if block.outcome is None]
+        if moved:
+            deadline = 0.0
+            continue
+        now = time.monotonic()
+        deadline = deadline or now + PATIENCE_S
+        if now > deadline:
+            return
+        reclaim(tier)
+        time.sleep(0.002)
+
+
+def _first(waiting: list[_Block], most: int) -> list[_Block]:
+    total = 0
+    for number, block in enumerate(waiting):
+        total += block.payload.nbytes
+        if number and total > most:
+            return waiting[:number]
+    return waiting
+
+
+def make_room(tier: LocalTier) -> None:
+    """Evict until the tier is within its capacity: for one that was lowered, or a tree that came over it."""
+    while PutJob(tier, None, []).run():
+        pass
+
+
+class PutJob:
+    """One pass over a batch of blocks that fits a reservation. For one thread, once."""
+
+    def __init__(self, tier: LocalTier, tree: NamespaceTree | None, blocks: Sequence[_Block]) -> None:
+        self._tier = tier
+        self._tree = tree
+        self._blocks = blocks
+        self._intent: Intent | None = None
+
+    def run(self) -> bool:
+        """Settle as many blocks as find room; whether anything was moved, in or out.
+
+        Raises `TierUnavailable` or OSError when the catalogue cannot be written.
+        """
+        tier = self._tier
+        held = self._plan()
+        steps.checkpoint("planned")
+        try:
+            admitted, taken = self._reserve(held)
+        except OSError as error:
+            eviction.let_go(tier, held)
+            self._settle(self._open(), _outcome_of(error))
+            return True
+        except BaseException:
+            eviction.let_go(tier, held)
+            raise
+        eviction.let_go(tier, [one for one in held if one not in taken])
+        if self._intent is None:
+            return any(block.outcome is not None for block in self._blocks)
+        steps.checkpoint("reserved")
+        try:
+            self._carry_out(self._intent, admitted, taken)
+        except BaseException:
+            eviction.let_go(tier, taken)
+            self._abandon(self._intent)
+            raise
+        return True
+
+    def _open(self) -> list[_Block]:
+        return [block for block in self._blocks if block.outcome is None]
+
+    @staticmethod
+    def _settle(blocks: Sequence[_Block], outcome: PutOutcome) -> None:
+        for block in blocks:
+            block.outcome = outcome
+
+    def _plan(self) -> list[Held]:
+        tier = self._tier
+        with tier.catalog.read() as snapshot:
+            self._find_present(snapshot.contains([block.address for block in self._blocks]))
+            totals = snapshot.totals()
+            room = totals.room
+            if totals.capacity is None or room is None:
+                return []
+            most = totals.capacity - totals.overhead
+            self._settle([block for block in self._open() if block.cost > most], PutOutcome.FULL)
+            return eviction.choose(tier, snapshot, sum(block.cost for block in self._open()) - room)
+
+    def _find_present(self, present: Sequence[bool]) -> None:
+        there = [block for block, is_there in zip(self._blocks, present, strict=True) if is_there]
+        if there:
+            self._settle(there, PutOutcome.EXISTS)
+            self._tier.catalog.note([block.address for block in there], hits=0)
+
+    def _reserve(self, held: Sequence[Held]) -> tuple[list[_Block], list[Held]]:
+        tier, wanted = self._tier, self._open()
+        if not wanted and not held:
+            return [], []
+        with tier.catalog.write() as change:
+            tier.account(change)
+            gone = {victim.address for victim in change.evict([one.victim for one in held])}
+            taken = [one for one in held if one.victim.address in gone]
+            freed = sum(one.victim.size for one in taken)
+            admitted = _admitted(wanted, freed, change.totals().room)
+            if admitted or taken:
+                self._record(change, admitted, taken, max(freed, sum(block.cost for block in admitted)))
+        return admitted, taken
+
+    def _record(self, change: Change, admitted: Sequence[_Block], taken: Sequence[Held], reserved: int) -> None:
+        addresses = [block.address for block in admitted] + [one.victim.address for one in taken]
+        self._intent = change.reserve(self._tier.presence.lease, reserved, pack_addresses(addresses))
+        if admitted and self._tree is not None:
+            generation = change.generations(len(admitted))
+            for number, block in enumerate(admitted):
+                block.generation = generation + number
+                block.draft = self._tier.draft(self._intent, number)
+            change.add_namespace(self._tree.namespace)
+
+    def _carry_out(self, intent: Intent, admitted: Sequence[_Block], taken: Sequence[Held]) -> None:
+        tier = self._tier
+        sizes = ((self._file_bytes(block), block.draft) for block in admitted)
+        recycled = eviction.clear_away(tier, taken, sizes)
+        steps.checkpoint("removed")
+        try:
+            for block in admitted:
+                self._write(block, recycled.pop(block.draft, -1))
+        finally:
+            for fd in recycled.values():
+                release(fd)
+        self._publish(intent, [block for block in admitted if block.outcome is None])
+
+    def _file_bytes(self, block: _Block) -> int:
+        tree = self._tree
+        return -1 if tree is None else tree.frames[block.write.key.group].file_bytes
+
+    def _write(self, block: _Block, fd: int) -> None:
+        """Write a block's draft, over the recycled file `fd` if there is one, and make its folder."""
+        tier, tree, key = self._tier, self._tree, block.write.key
+        if tree is None:
+            return
+        try:
+            tree_frame = tree.frames[key.group]
+            if fd < 0:
+                fd = tier.device.create(block.draft, tier.mode)
+            steps.checkpoint("created")
+            block.created = time.time_ns()
+            facts = BlockFacts(
+                tree.namespace.fingerprint, key, block.payload.nbytes, block.generation, block.created,
+                block.write.position, block.write.parent,
+            )  # fmt: skip
+            closing = tier.device.closing()
+            tree_frame.seal(closing, block.payload, facts)
+            tier.device.write(fd, tree_frame, block.payload, closing)
+            if tier.durable:
+                os.fsync(fd)
+            block.size = os.fstat(fd).st_blocks * 512
+            tier.folders.make(tree, key, unique=f"{os.path.basename(block.draft)}-document")
+        except OSError as error:
+            erase_draft(fd, block.draft)
+            fd = -1
+            block.outcome = _outcome_of(error)
+        finally:
+            if fd >= 0:
+                release(fd)
+        steps.checkpoint("written")
+
+    def _publish(self, intent: Intent, written: Sequence[_Block]) -> None:
+        tier = self._tier
+        addresses = [block.address for block in written]
+        with tier.names.hold(addresses):
+            with tier.catalog.read() as snapshot:
+                present = snapshot.contains(addresses)
+            for block, lost in zip(written, present, strict=True):
+                self._put_in_place(block, lost=lost)
+            mine = [block for block in written if block.outcome is None]
+            if tier.durable:
+                _sync({os.path.dirname(block.path) for block in mine})
+            steps.checkpoint("renamed")
+            measured = tier.folders.measure({block.folder for block in mine})
+            with tier.catalog.write() as change:
+                change.publish([_entry(block) for block in mine])
+                change.release(intent)
+                tier.folders.record(change.txn, measured)
+                tier.account(change)
+            self._settle(mine, PutOutcome.STORED)
+        self._intent = None
+        steps.checkpoint("published")
+
+    def _put_in_place(self, block: _Block, *, lost: bool) -> None:
+        if lost:
+            erase(block.draft)
+            block.outcome = PutOutcome.EXISTS
+            return
+        try:
+            try:
+                os.rename(block.draft, block.path)
+            except FileNotFoundError:  # somebody removed the folder behind our back
+                if self._tree is not None:
+                    unique = f"{os.path.basename(block.draft)}-document"
+                    self._tier.folders.make(self._tree, block.write.key, unique=unique, again=True)
+                os.rename(block.draft, block.path)
+        except OSError as error:
+            erase(block.draft)
+            block.outcome = _outcome_of(error)
+
+    def _abandon(self, intent: Intent) -> None:
+        """Undo a job that an error ended; what cannot be undone now is kept for later."""
+        try:
+            settle_intent(self._tier, intent)
+        except (OSError, lmdb.Error):
+            with self._tier.lock:
+                self._tier.stranded.append(intent)
+
+
+def _admitted(wanted: Sequence[_Block], freed: int, room: int | None) -> list[_Block]:
+    """The first blocks that fit, where a job occupies the larger of what it frees and what it writes."""
+    if room is None:
+        return list(wanted)
+    admitted: list[_Block] = []
+    total = 0
+    for block in wanted:
+        total += block.cost
+        if max(total, freed) > room:
+            break
+        admitted.append(block)
+    return admitted
+
+
+def erase_draft(fd: int, path: str) -> None:
+    """Take a draft that could not be written back; `fd` is -1 if it could not even be made."""
+    if fd >= 0:
+        os.ftruncate(fd, 0)
+        release(fd)
+    erase(path)
+
+
+def _entry(block: _Block) -> Entry:
+    created = block.created
+    return Entry(
+        block.address, block.size, created, created, block.generation,
+        position=block.write.position, parent=block.write.parent,
+    )  # fmt: skip
+
+
+def _outcome_of(error: OSError) -> PutOutcome:
+    return PutOutcome.FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else PutOutcome.FAILED
+
+
+def _sync(folders: set[str]) -> None:
+    for folder in folders:
+        fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

@@ -1,0 +1,110 @@
+"""The catalogue made anew from the tree: after a power loss, a damaged catalogue, or for blocks that came without one.
+
+Each block's tail says what it is. What cannot be a whole block (a wrong size, holes, a tail that does not check or
+belongs elsewhere) is removed; payload checksums are left to the reads. Files that are not ours are left, and counted.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.catalog import Entry, address_of
+from kvstore_zarr.metadata import NamespaceTree, read_namespace
+from kvstore_zarr.removal import erase
+from kvstore_zarr.tier import DRAFTS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from kvstore.catalog import Change
+    from kvstore.types import BlockKey
+    from kvstore_zarr.tier import LocalTier
+
+__all__ = ["namespaces_in", "rebuild"]
+
+ENTRIES_AT_ONCE = 4096
+"""Entries published per transaction."""
+
+
+def namespaces_in(root: Path) -> Iterator[NamespaceTree]:
+    """Each namespace whose manifest stands below `root`. Raises `NewerFormatError`, `NotAStoreError`."""
+    for folder in sorted(root.iterdir()):
+        namespace = read_namespace(folder) if folder.is_dir() else None
+        if namespace is not None:
+            yield NamespaceTree(namespace)
+
+
+def rebuild(tier: LocalTier) -> None:
+    """Fill the tier's catalogue, which holds nothing that counts, from its files. The caller is alone in the tier."""
+    for draft in (tier.root / DRAFTS).iterdir():
+        erase(str(draft))
+    with tier.catalog.write() as change:
+        change.clear()
+        tier.folders.forget(change.txn)
+    for tree in namespaces_in(tier.root):
+        with tier.catalog.write() as change:
+            change.add_namespace(tree.namespace)
+        batch: list[Entry] = []
+        for entry in _entries(tier.root, tree):
+            batch.append(entry)
+            if len(batch) == ENTRIES_AT_ONCE:
+                _publish(tier, batch)
+                batch = []
+        _publish(tier, batch)
+    measured = tier.folders.measure_all()
+    with tier.catalog.write() as change:
+        tier.folders.record(change.txn, measured)
+        tier.account(change)
+
+
+def _publish(tier: LocalTier, entries: list[Entry]) -> None:
+    with tier.catalog.write() as change:
+        change.publish(entries)
+        _skip_generations(change, max((entry.generation for entry in entries), default=0))
+
+
+def _skip_generations(change: Change, last: int) -> None:
+    """See that no generation up to `last` is given out again."""
+    behind = last + 1 - change.totals().next_generation
+    if behind > 0:
+        change.generations(behind)
+
+
+def _entries(root: Path, tree: NamespaceTree) -> Iterator[Entry]:
+    for group in range(len(tree.frames)):
+        array = root / tree.namespace.name / f"g{group}"
+        for folder in sorted(array.iterdir()) if array.is_dir() else ():
+            for file in os.scandir(folder) if folder.is_dir() else ():
+                try:
+                    key = tree.key(group, folder.name, file.name)
+                except (ValueError, OverflowError):
+                    continue
+                entry = _read_entry(tree, key, file.path)
+                if entry is None:
+                    erase(file.path)
+                else:
+                    yield entry
+
+
+def _read_entry(tree: NamespaceTree, key: BlockKey, path: str) -> Entry | None:
+    frame = tree.frames[key.group]
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(fd)
+        occupied = status.st_blocks * 512
+        if status.st_size != frame.file_bytes or occupied < frame.file_bytes:
+            return None
+        closing = np.frombuffer(os.pread(fd, frame.closing, frame.whole), dtype=np.uint8)
+    finally:
+        os.close(fd)
+    facts = frame.facts(closing)
+    if facts is None or facts.key != key or facts.fingerprint != tree.namespace.fingerprint:
+        return None
+    return Entry(
+        address_of(tree.namespace, key), occupied, facts.created, facts.created, facts.generation,
+        position=facts.position, parent=facts.parent,
+    )  # fmt: skip

@@ -1,0 +1,141 @@
+"""Taking blocks away: on request, when damaged, and what the dead left. Evictions are part of a put (`eviction`).
+
+The order, so that a kill leaks nothing and no late removal hits a newer copy: under the name's lock, the entry goes in
+the transaction that records an intent; then the file is cut to nothing, so that whoever has it open does not keep the
+space, and unlinked; then the intent goes.
+"""
+
+# ruff: noqa: PTH108, PTH116, PTH208 - plain strings: a Path costs more than the system call it is made for
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from typing import TYPE_CHECKING
+
+from kvstore_zarr.tier import DRAFTS, draft_prefix, pack_addresses, unpack_addresses
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from kvstore.catalog import Intent
+    from kvstore_zarr.tier import LocalTier
+
+__all__ = ["erase", "inode_of", "reclaim", "release", "remove", "settle_intent"]
+
+READER_PATIENCE_S = 2.0
+"""How long a removal waits for readers of a block before it leaves the last of its space to them."""
+
+
+def inode_of(path: str) -> int | None:
+    """Which file stands at `path`; None if none does."""
+    try:
+        return os.stat(path).st_ino
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def release(fd: int) -> None:
+    """Let go of a block file and of the lock on it, also where a child forked meanwhile has it open."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
+def erase(path: str) -> None:
+    """Unlink `path`; its space is free on return. Nothing happens if there is no such file."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    try:
+        deadline = time.monotonic() + READER_PATIENCE_S
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.001)
+                continue
+            os.ftruncate(fd, 0)
+            break
+        os.unlink(path)
+    finally:
+        release(fd)
+
+
+def remove(
+    tier: LocalTier, addresses: Sequence[bytes], *, seen: Mapping[bytes, int | None] | None = None
+) -> list[bool]:
+    """Take blocks out of the catalogue and off the disk; True for each that had an entry.
+
+    `seen`: only if that inode (None: no file at all) still stands under the block's name.
+    """
+    removed: set[bytes] = set()
+    with tier.names.hold(addresses):
+        paths = {address: path for address in addresses if (path := tier.path(address)) is not None}
+        if seen is not None:
+            paths = {address: path for address, path in paths.items() if inode_of(path) == seen[address]}
+        with tier.catalog.write() as change:
+            gone = change.discard(paths)
+            intent = None
+            if gone:
+                payload = pack_addresses(entry.address for entry in gone)
+                intent = change.reserve(tier.presence.lease, sum(entry.size for entry in gone), payload)
+        removed.update(entry.address for entry in gone)
+        for address in removed:
+            erase(paths[address])
+    if intent is not None:
+        with tier.catalog.write() as change:
+            change.release(intent)
+    first = dict.fromkeys(addresses)
+    return [address in removed and first.pop(address, 0) is None for address in addresses]
+
+
+def settle_intent(tier: LocalTier, intent: Intent) -> None:
+    """Bring what an intent left half-done to its end: nothing of it stays, but what was published. Idempotent."""
+    drafts = f"{tier.root}/{DRAFTS}"
+    for name in os.listdir(drafts):
+        if name.startswith(draft_prefix(intent)):
+            erase(f"{drafts}/{name}")
+    addresses = unpack_addresses(intent.payload)
+    with tier.names.hold(addresses):
+        with tier.catalog.read() as snapshot:
+            present = snapshot.contains(addresses)
+        for address, published in zip(addresses, present, strict=True):
+            path = tier.path(address)
+            if path is not None and not published:
+                erase(path)
+        measured = tier.folders.measure(_folders(tier, addresses))
+        with tier.catalog.write() as change:
+            tier.folders.record(change.txn, measured)
+            change.release(intent)
+
+
+def _folders(tier: LocalTier, addresses: Iterable[bytes]) -> set[str]:
+    places = (tier.place(address) for address in addresses)
+    return {place[0].folder(place[1]) for place in places if place is not None}
+
+
+def reclaim(tier: LocalTier, *, alone: bool = False) -> None:
+    """Settle the intents of dead processes, and those of our own that could not be settled before.
+
+    `alone`: nobody else has the tier open, so whatever is there and not ours is of the dead.
+    """
+    tier.environment.check_readers()
+    for lease in tier.presence.dead():
+        _settle_all(tier, lease)
+    if alone:
+        _settle_all(tier, b"")
+        for name in os.listdir(f"{tier.root}/{DRAFTS}"):
+            erase(f"{tier.root}/{DRAFTS}/{name}")
+    with tier.lock:
+        stranded, tier.stranded = tier.stranded, []
+    for intent in stranded:
+        settle_intent(tier, intent)
+
+
+def _settle_all(tier: LocalTier, lease: bytes) -> None:
+    with tier.catalog.read() as snapshot:
+        intents = snapshot.intents(lease)
+    for intent in intents:
+        settle_intent(tier, intent)

@@ -1,0 +1,140 @@
+"""`file://`: zarr blocks in local files, with O_DIRECT where the file system allows it, under a shared catalogue.
+
+Here is only what every verb has in common: checks, the count of calls in progress, the process it belongs to. The work
+is done in `put`, `get` and `removal`; the way from a URL to a `LocalTier` and back is in `opening`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, ClassVar
+
+import lmdb
+
+from kvstore.abc import BlockStore, Capabilities
+from kvstore.catalog import address_of
+from kvstore.errors import StoreClosedError, TierUnavailable
+from kvstore.types import PutOutcome, Usage
+from kvstore.url import CAPACITY, DURABILITY, IO, MODE, READONLY, Option, TierURL
+from kvstore_zarr.format import PAGE
+from kvstore_zarr.get import get_blocks
+from kvstore_zarr.opening import close_tier, open_tier
+from kvstore_zarr.put import put_blocks
+from kvstore_zarr.removal import remove
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator, Sequence
+
+    from kvstore.namespace import Namespace
+    from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome
+    from kvstore_zarr.tier import LocalTier
+
+__all__ = ["LocalZarrStore"]
+
+
+class LocalZarrStore(BlockStore):
+    """Blocks as zarr chunks in local files, evicted in order of use under `capacity`.
+
+    Any number of processes on one machine may have one directory open; all of them see one catalogue and one cap.
+    `capacity` bounds everything in the tree: blocks, drafts, folders, metadata, catalogue.
+    """
+
+    options: ClassVar[tuple[Option[object], ...]] = (CAPACITY, IO, DURABILITY, READONLY, MODE)
+
+    def __init__(self, url: TierURL) -> None:
+        super().__init__(url)
+        self._pid = os.getpid()
+        self._idle = threading.Condition()
+        self._active = 0
+        self._tier, reason = open_tier(url)
+        self._closed = False
+        self.capabilities = Capabilities(
+            persistent=True,
+            shared=True,
+            can_hang=False,
+            io="direct" if self._tier.device.direct else "buffered",
+            alignment=PAGE if self._tier.device.direct else 1,
+            notes=() if reason is None else (f"I/O goes through the page cache: {reason}",),
+        )
+
+    def namespaces(self) -> list[Namespace]:
+        with self._using() as tier, tier.catalog.read() as snapshot:
+            return snapshot.namespaces()
+
+    def contains_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
+        with self._using() as tier:
+            addresses = _addresses(namespace, keys)
+            with tier.catalog.read() as snapshot:
+                return snapshot.contains(addresses)
+
+    def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
+        with self._using() as tier:
+            checked = [(block, namespace.check_buffer(block.key, block.data)) for block in blocks]
+            if tier.readonly:
+                return [PutOutcome.FAILED] * len(blocks)
+            return put_blocks(tier, tier.tree(namespace), checked)
+
+    def get_many_into(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
+        with self._using() as tier:
+            checked = [(block.key, namespace.check_buffer(block.key, block.into, writable=True)) for block in blocks]
+            return get_blocks(tier, tier.tree(namespace), checked)
+
+    def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
+        with self._using() as tier:
+            addresses = _addresses(namespace, keys)
+            return [False] * len(addresses) if tier.readonly else remove(tier, addresses)
+
+    def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
+        with self._using() as tier, tier.catalog.read() as snapshot:
+            found = [entry.info() for entry in snapshot.scan(namespace.fingerprint)]
+        return iter(found)
+
+    def usage(self) -> Usage:
+        with self._using() as tier, tier.catalog.read() as snapshot:
+            totals = snapshot.totals()
+        return Usage(totals.blocks, totals.used, totals.reserved, totals.overhead, totals.capacity)
+
+    def touch_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
+        with self._using() as tier:
+            addresses = _addresses(namespace, keys)
+            if not tier.readonly and tier.catalog.note(addresses, hits=0):
+                tier.catalog.settle()
+
+    def close(self) -> None:
+        if self._pid != os.getpid():
+            return
+        with self._idle:
+            if self._closed:
+                return
+            self._closed = True
+            self._idle.wait_for(lambda: not self._active)
+        close_tier(self._tier)
+
+    @contextmanager
+    def _using(self) -> Generator[LocalTier]:
+        """The tier, for one verb; `close` waits for it to end."""
+        if self._pid != os.getpid():
+            raise StoreClosedError(f"{self.url} was opened by the process that this one was forked from: open it again")
+        with self._idle:
+            if self._closed:
+                raise StoreClosedError(f"{self.url} was closed: open it again")
+            self._active += 1
+        try:
+            yield self._tier
+        except (OSError, lmdb.Error) as error:
+            if isinstance(error, TierUnavailable):
+                raise
+            raise TierUnavailable(f"{self.url} cannot tell: {error}") from error
+        finally:
+            with self._idle:
+                self._active -= 1
+                if not self._active:
+                    self._idle.notify_all()
+
+
+def _addresses(namespace: Namespace, keys: Sequence[BlockKey]) -> list[bytes]:
+    for key in keys:
+        namespace.check_key(key)
+    return [address_of(namespace, key) for key in keys]

@@ -1,0 +1,116 @@
+"""What one opened `file://` tier consists of; made by `opening`, used by every other module here.
+
+Whatever is not a block or its `zarr.json` lies in the folder `.kvstore`: the catalogue, the locks, the drafts.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvstore.namespace import FINGERPRINT_BYTES
+from kvstore.types import BlockKey
+from kvstore_zarr.metadata import NamespaceTree, read_namespace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from kvstore.catalog import Catalog, Change, Intent
+    from kvstore.environment import Environment
+    from kvstore.namespace import Namespace
+    from kvstore.presence import Presence
+    from kvstore_zarr.device import BlockDevice
+    from kvstore_zarr.folders import Folders
+    from kvstore_zarr.names import NameLocks
+
+__all__ = ["CATALOGUE", "DRAFTS", "INNER", "LocalTier", "draft_prefix", "pack_addresses", "unpack_addresses"]
+
+INNER = ".kvstore"
+CATALOGUE = f"{INNER}/catalogue"
+DRAFTS = f"{INNER}/drafts"
+"""Files under temporary names: `<lease>-<intent>-<number>`, so that what a dead process left can be told."""
+
+
+@dataclass
+class LocalTier:
+    """The parts of an open tier. Thread-safe. `slack` is kept free under a capacity for what is not measured each time:
+    what the catalogue grows by until it is measured again, lock files, leases.
+    """
+
+    root: Path
+    device: BlockDevice
+    environment: Environment
+    catalog: Catalog
+    presence: Presence
+    folders: Folders
+    names: NameLocks
+    capacity: int | None
+    slack: int
+    mode: int
+    durable: bool
+    readonly: bool
+    claimed: set[bytes] = field(default_factory=set[bytes])
+    """Blocks that some thread of this process is about to evict."""
+    stranded: list[Intent] = field(default_factory=list["Intent"])
+    """Intents of our own that could not be settled, for a full disk say; to be tried again."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    _trees: dict[bytes, NamespaceTree] = field(default_factory=dict[bytes, NamespaceTree])
+
+    def tree(self, namespace: Namespace) -> NamespaceTree:
+        """Where the namespace's blocks stand."""
+        tree = self._trees.get(namespace.fingerprint)
+        if tree is None:
+            tree = self._trees.setdefault(namespace.fingerprint, NamespaceTree(namespace))
+        return tree
+
+    def place(self, address: bytes) -> tuple[NamespaceTree, BlockKey] | None:
+        """What a catalogue address names; None if its namespace's manifest is gone."""
+        fingerprint = address[:FINGERPRINT_BYTES]
+        tree = self._trees.get(fingerprint)
+        if tree is None:
+            namespace = read_namespace(self.root / fingerprint.hex())
+            if namespace is None:
+                return None
+            tree = self.tree(namespace)
+        group = int.from_bytes(address[FINGERPRINT_BYTES : FINGERPRINT_BYTES + 2], "big")
+        return tree, BlockKey(address[FINGERPRINT_BYTES + 2 :], group)
+
+    def path(self, address: bytes) -> str | None:
+        """The file of the block at a catalogue address; None if its namespace's manifest is gone."""
+        place = self.place(address)
+        return None if place is None else f"{self.root}/{place[0].block(place[1])}"
+
+    def draft(self, intent: Intent, number: int) -> str:
+        """A path that nobody else uses, for a file that belongs to `intent`."""
+        return f"{self.root}/{DRAFTS}/{draft_prefix(intent)}{number}"
+
+    def account(self, change: Change) -> None:
+        """Bring up to date what the tier keeps aside for its own records: folders, catalogue, slack."""
+        overhead = self.folders.total(change.txn) + self.environment.file_bytes() + self.slack
+        if overhead != change.totals().overhead:
+            change.set_overhead(overhead)
+
+
+def draft_prefix(intent: Intent) -> str:
+    """How the names of an intent's drafts begin."""
+    return f"{intent.lease.hex()}-{intent.number}-"
+
+
+def pack_addresses(addresses: Iterable[bytes]) -> bytes:
+    """An intent's payload: the addresses whose names may come to stand for something, or cease to; one byte of length
+    before each.
+    """
+    return b"".join(bytes((len(address),)) + address for address in addresses)
+
+
+def unpack_addresses(payload: bytes) -> list[bytes]:
+    """The addresses that `pack_addresses` packed."""
+    addresses: list[bytes] = []
+    start = 0
+    while start < len(payload):
+        end = start + 1 + payload[start]
+        addresses.append(payload[start + 1 : end])
+        start = end
+    return addresses
