@@ -128,6 +128,7 @@ class Campaign:
     site: Site
     check: Callable[[Path, bool], checker.Verdict]
     catalogue: Path
+    leases: Path
     seed: int = 1
     report: Report = field(default_factory=Report)
     _mourned: set[bytes] = field(default_factory=set[bytes])
@@ -162,7 +163,7 @@ class Campaign:
     def _new_intents_of_the_dead(self) -> int:
         """Dead users who left an intent, each counted once: they died between the reservation and its end."""
         with_intents = {lease for lease, _ in checker.read_books(self.catalogue).intents}
-        found = {lease for lease in with_intents - self._mourned if is_dead(self.site.root, lease)}
+        found = {lease for lease in with_intents - self._mourned if is_dead(self.leases, lease)}
         self._mourned |= found
         return len(found)
 
@@ -205,10 +206,10 @@ class Observing:
         self.report.observation = observer.read_observation(self.board, self.site.own_disk)
 
 
-def is_dead(root: Path, lease: bytes) -> bool:
-    """Whether the user who held `lease` is gone: its file can be locked, or is not there any more."""
+def is_dead(folder: Path, lease: bytes) -> bool:
+    """Whether the user who held `lease` is gone: its file in `folder` can be locked, or is not there any more."""
     try:
-        with open(root / f"lease-{lease.hex()}", "rb") as file:
+        with open(folder / f"lease-{lease.hex()}", "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False

@@ -27,9 +27,11 @@ def campaign(scheme: str, disk: Disk, folder: Path, seed: int) -> Campaign:
     complaints.mkdir()
     site = Site(f"{scheme}://{root}", root, CAPACITY, complaints, own_disk=disk.own)
     if scheme == "lmdb":
-        return Campaign(site, checker.check_lmdb_tier, root, seed)
-    catalogue = root / "catalogue"
-    return Campaign(site, functools.partial(checker.check_file_tier, catalogue=catalogue), catalogue, seed)
+        return Campaign(site, checker.check_lmdb_tier, root, root, seed)
+    catalogue = root / ".kvstore" / "catalogue"
+    return Campaign(
+        site, functools.partial(checker.check_file_tier, catalogue=catalogue), catalogue, root / ".kvstore", seed
+    )
 
 
 def judge(report: Report, scheme: str) -> None:

@@ -1,0 +1,118 @@
+"""Dying at each labelled point inside a `file://` put: whole blocks only, nothing lost, and the next user goes on.
+
+The campaign in `test_kill` hits these points by chance; here each is hit for sure, alone and beside a survivor.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import checker
+import pytest
+from observer import occupied
+from worker import SPACE, block_key, expected
+
+import kvstore_zarr.steps
+from kvstore import BlockRead, BlockWrite, GetOutcome, PutOutcome, open_store
+from kvstore_zarr.steps import STEPS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from kvstore import BlockStore
+
+CAPACITY = 8 << 20
+
+OLD, NEW = range(60), range(100, 104)
+"""Blocks that fill the tier beforehand, and the put in which somebody dies, which needs room and so evicts."""
+
+
+def put(store: BlockStore, numbers: Sequence[int]) -> list[PutOutcome]:
+    keys = [block_key(number) for number in numbers]
+    return store.put_many(SPACE, [BlockWrite(key, expected(key), 7) for key in keys])
+
+
+def get(store: BlockStore, numbers: Sequence[int]) -> list[GetOutcome]:
+    keys = [block_key(number) for number in numbers]
+    reads = [BlockRead(key, bytearray(SPACE.block_bytes(key.group))) for key in keys]
+    outcomes = store.get_many_into(SPACE, reads)
+    for read, outcome in zip(reads, outcomes, strict=True):
+        assert outcome is not GetOutcome.HIT or read.into == expected(read.key).tobytes()
+    return outcomes
+
+
+def die_at(url: str, step: str, times: int) -> None:
+    """Put NEW, and get killed when `step` is passed for the `times`-th time."""
+    left = times
+
+    def checkpoint(name: str) -> None:
+        nonlocal left
+        left -= name == step
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with open_store(url, capacity=CAPACITY) as store:
+        kvstore_zarr.steps.checkpoint = checkpoint
+        put(store, NEW)
+        os._exit(3)
+
+
+def let_die(url: str, step: str, times: int) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["test_steps", "kvstore_zarr"])
+    process = context.Process(target=die_at, args=(url, step, times))
+    process.start()
+    process.join(30)
+    exitcode = process.exitcode
+    process.close()
+    assert exitcode == -signal.SIGKILL, f"the put never came to {step!r} for the {times}. time"
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("step", STEPS)
+def test_whoever_dies_there_leaves_whole_blocks_and_no_debt(tmp_path: Path, step: str, times: int) -> None:
+    root = tmp_path / "tier"
+    url = f"file://{root}"
+    with open_store(url, capacity=CAPACITY) as store:
+        put(store, OLD)
+    let_die(url, step, times)
+    assert occupied(root) <= CAPACITY
+    assert checker.check_file_tier(root, False, catalogue=root / ".kvstore" / "catalogue").wrong == []
+    with open_store(url, capacity=CAPACITY) as store:
+        usage = store.usage()
+        assert usage.reserved == 0
+        assert all(outcome is GetOutcome.HIT for outcome in get_scanned(store))
+        known = get(store, NEW)  # a small cap makes a put several jobs: those before the fatal one are there
+        assert known == sorted(known, key=[GetOutcome.HIT, GetOutcome.MISS].index)
+        assert (known[0] is GetOutcome.HIT) == (step == "published" or times > 1)
+        assert all(outcome.present for outcome in put(store, NEW))
+        assert get(store, NEW) == [GetOutcome.HIT] * len(NEW)
+    verdict = checker.check_file_tier(root, True, catalogue=root / ".kvstore" / "catalogue")
+    assert verdict.wrong == []
+    assert occupied(root) <= CAPACITY
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_survivor_goes_on_and_reclaims(tmp_path: Path, step: str) -> None:
+    root = tmp_path / "tier"
+    url = f"file://{root}"
+    with open_store(url, capacity=CAPACITY) as survivor:
+        put(survivor, OLD)
+        let_die(url, step, 1)
+        assert all(outcome is GetOutcome.HIT for outcome in get_scanned(survivor))
+        for start in range(200, 280, 4):  # more than the cap holds: the room that the dead reserved is needed
+            assert all(outcome.present for outcome in put(survivor, range(start, start + 4)))
+            assert occupied(root) <= CAPACITY
+        assert all(outcome.present for outcome in put(survivor, NEW))
+        assert get(survivor, NEW) == [GetOutcome.HIT] * len(NEW)
+    assert checker.check_file_tier(root, True, catalogue=root / ".kvstore" / "catalogue").wrong == []
+
+
+def get_scanned(store: BlockStore) -> list[GetOutcome]:
+    """Get whatever a scan finds."""
+    numbers = {block_key(number): number for number in range(300)}
+    return get(store, [numbers[info.key] for info in store.scan(SPACE)])
