@@ -75,7 +75,7 @@ NO_CAPACITY = 0
 SETTLED_ALONG = 32
 """Notes settled at the end of a write transaction that somebody wanted anyway (4 LMDB calls each)."""
 
-SETTLE_DUE = 1024
+SETTLE_DUE = 256
 """Notes after which `Catalog.note` asks for a `settle`."""
 
 _META = struct.Struct("<HHIQQQQq")
@@ -239,15 +239,16 @@ class Snapshot:
                 yield victim
         yield from sorted(young, key=lambda victim: self._catalog.noted(victim.address))
 
-    def scan(self, fingerprint: bytes) -> Iterator[Entry]:
-        """Every entry of one namespace, in address order."""
+    def scan(self, fingerprint: bytes, after: bytes = b"") -> Iterator[Entry]:
+        """Every entry of one namespace in address order, from the first one behind the address `after`."""
         cursor = self.txn.cursor(self._meta)
-        if cursor.set_range(fingerprint):
+        if cursor.set_range(max(fingerprint, after)):
             for key, value in cursor.iternext():
                 address = bytes(key)
                 if not address.startswith(fingerprint):
                     return
-                yield Entry.unpacked(address, value)
+                if address != after:
+                    yield Entry.unpacked(address, value)
 
     def intents(self, lease: bytes = b"") -> list[Intent]:
         """The intents of one lease, or of all."""

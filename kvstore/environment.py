@@ -313,11 +313,14 @@ class Environment:
             self._leave()
 
     def compact(self, target: Path) -> None:
-        """Write what is alive to a new data file at the directory `target`, which must exist and be empty."""
+        """Write what is alive to a new data file `target`, synced; the environment itself is not changed."""
         env = self._enter()
+        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            env.copy(str(target), compact=True)
+            env.copyfd(descriptor, compact=True)
+            os.fsync(descriptor)
         finally:
+            os.close(descriptor)
             self._leave()
 
     def close(self) -> None:
@@ -337,6 +340,11 @@ class Environment:
             if not self._opened.lenders:
                 del _opened[self._key]
                 self._opened.env.close()
+
+    def ensure_open(self) -> None:
+        """Raise `StoreClosedError` if it was closed, or opened by the process that this one was forked from."""
+        self._enter()
+        self._leave()
 
     def _enter(self) -> lmdb.Environment:
         if os.getpid() != self._opened.pid:
@@ -373,7 +381,11 @@ def _check_same(directory: Path, opened: _Opened, *, readonly: bool, sync: bool,
             f"{directory} is open in the process that this one was forked from, and LMDB cannot open it twice: start"
             " this process with the spawn method, or open the tier only after the fork"
         )
-    if (opened.readonly and not readonly) or (sync and not opened.sync) or map_size != opened.map_size:
+    if (
+        (opened.readonly and not readonly)
+        or (sync and not opened.sync)
+        or (map_size != opened.map_size and not readonly)
+    ):
         raise StoreAccessError(
             f"{directory} is open in this process already, with other options (readonly={opened.readonly},"
             f" sync={opened.sync}): use that store, close it first, or give the same options"
@@ -392,6 +404,7 @@ def _make_ready(directory: Path, *, readonly: bool, mode: int) -> None:
     try:
         descriptor = os.open(directory / "lock.mdb", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
         try:
+            _widen(descriptor, mode)
             os.posix_fallocate(descriptor, 0, LOCK_BYTES)
         finally:
             os.close(descriptor)
@@ -400,6 +413,13 @@ def _make_ready(directory: Path, *, readonly: bool, mode: int) -> None:
             return  # LMDB goes without locks there: nobody can write
         kind = StoreFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreAccessError
         raise kind(f"{directory / 'lock.mdb'}: {error.strerror}") from error
+
+
+def _widen(file: int | Path, mode: int) -> None:
+    """Give a file of ours exactly `mode`: the umask has narrowed what it was created with."""
+    status = os.stat(file)  # noqa: PTH116 - a descriptor or a path
+    if status.st_uid == os.geteuid() and status.st_mode & 0o777 != mode:
+        os.chmod(file, mode)  # noqa: PTH101
 
 
 def _really_open(
@@ -427,6 +447,8 @@ def _really_open(
     try:
         env.reader_check()
         databases = _open_databases(env, names, readonly=readonly)
+        if not readonly:
+            _widen(directory / "data.mdb", mode)
     except lmdb.Error as error:
         env.close()
         raise _explained(directory, error) from error

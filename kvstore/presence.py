@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
     from typing import Self
 
-__all__ = ["GATE_TIMEOUT_S", "PRESENCE_BYTES", "Presence", "State", "is_presence_file"]
+__all__ = ["GATE_TIMEOUT_S", "PRESENCE_BYTES", "Presence", "State", "explained", "is_presence_file"]
 
 GATE_TIMEOUT_S = 60.0
 """How long an opening waits for another one (which may be rebuilding) before it gives up with an error."""
@@ -56,6 +56,22 @@ class State(enum.Enum):
     """Not closed, and the machine was restarted since (or the file cannot be read): nothing is sure to be on disk."""
     REBUILDING = "rebuilding"
     """Its records were being written anew and that did not end: they are incomplete."""
+
+
+@contextmanager
+def explained(directory: Path) -> Generator[None]:
+    """Turns an `OSError` about the tier at `directory` into the `StoreOpenError` that says what to do about it."""
+    try:
+        yield
+    except StoreOpenError:
+        raise
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        kind = StoreFullError if full else StoreAccessError
+        remedy = "make room" if full else "check owner, permissions and mount"
+        if error.errno == errno.EROFS:
+            remedy = "open it with readonly=true, or mount it writable"
+        raise kind(f"{directory} cannot be used as a tier: {error.strerror} ({error.filename}): {remedy}") from error
 
 
 def is_presence_file(name: str) -> bool:
@@ -102,16 +118,11 @@ class Presence:
         """
         presence = cls(directory, readonly=readonly, mode=mode)
         try:
-            try:
+            with explained(directory):
                 presence._join()
-            except OSError as error:
-                raise _explained(directory, error) from error
             yield presence
-            if presence.alone and not readonly:
-                presence.mark(State.DIRTY)
-            if "users" in presence._descriptors:
-                fcntl.flock(presence._descriptors["users"], fcntl.LOCK_SH)
-            presence._let_go("gate")
+            with explained(directory):
+                presence._stay()
         except BaseException:
             presence._leave()
             raise
@@ -141,6 +152,7 @@ class Presence:
         temporary = self.directory / f"{_NEW}state"
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, self._mode)
         try:
+            self._widen(descriptor)
             os.write(descriptor, line.encode() + b"\n")
             os.fsync(descriptor)
         finally:
@@ -181,8 +193,16 @@ class Presence:
                 self.mark(State.DIRTY)
         temporary = self.directory / f"{_NEW}{self.lease.hex()}"
         self._descriptors["lease"] = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._mode)
+        self._widen(self._descriptors["lease"])
         fcntl.flock(self._descriptors["lease"], fcntl.LOCK_EX)
         temporary.rename(self.directory / f"{_LEASE}{self.lease.hex()}")
+
+    def _stay(self) -> None:
+        if self.alone and not self.readonly:
+            self.mark(State.DIRTY)
+        if "users" in self._descriptors:
+            fcntl.flock(self._descriptors["users"], fcntl.LOCK_SH)
+        self._let_go("gate")
 
     def _open(self, name: str) -> int | None:
         flags = os.O_RDONLY if self.readonly else os.O_RDWR | os.O_CREAT
@@ -193,7 +213,15 @@ class Presence:
                 raise
             return None
         self._descriptors[name] = descriptor
+        if not self.readonly:
+            self._widen(descriptor)
         return descriptor
+
+    def _widen(self, descriptor: int) -> None:
+        """Give a file of ours exactly `mode`: the umask has narrowed what it was created with."""
+        status = os.fstat(descriptor)
+        if status.st_uid == os.geteuid() and status.st_mode & 0o777 != self._mode:
+            os.fchmod(descriptor, self._mode)
 
     def _lock(self, name: str) -> None:
         descriptor = self._open(name)
@@ -260,14 +288,6 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _explained(directory: Path, error: OSError) -> StoreOpenError:
-    if isinstance(error, StoreOpenError):
-        return error
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    kind, remedy = (StoreFullError, "make room") if full else (StoreAccessError, "check owner, permissions and mount")
-    return kind(f"{directory} cannot be used as a tier: {error.strerror} ({error.filename}): {remedy}")
 
 
 _all: WeakSet[Presence] = WeakSet()

@@ -1,0 +1,323 @@
+"""`lmdb:///path/kv.lmdb`: blocks as entries of one LMDB environment, which any number of processes share.
+
+The URL names a directory with `data.mdb`, `lock.mdb` and the files of `kvstore.presence`. In the environment stand the
+catalogue (`kvstore.catalog`) and one more database, `blocks`: address to header and payload (`kvstore_lmdb.entry`).
+A put is one transaction for each 16 MiB, with room made in an earlier one; a get is one short read transaction for each
+block: copied out first, checked after. The cap is a bound that LMDB itself keeps (`kvstore_lmdb.space`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, ClassVar
+
+import lmdb
+import numpy as np
+
+from kvstore.abc import BlockStore, Capabilities
+from kvstore.catalog import Entry, address_of
+from kvstore.errors import StoreClosedError, TierUnavailable
+from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, Usage
+from kvstore.url import CAPACITY, DURABILITY, MODE, READONLY, Option, TierURL
+from kvstore_lmdb.entry import HEADER_BYTES, Bytes, fill, is_intact, read_into, stored_bytes
+from kvstore_lmdb.opening import BLOCKS, Tier, evict, open_tier, tree_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator, Sequence
+
+    from typing_extensions import Buffer
+
+    from kvstore.catalog import Change, Totals
+    from kvstore.namespace import Namespace
+
+__all__ = ["LMDBStore"]
+
+_ATTEMPTS = 6
+"""How often a put makes room and tries, before it says FULL."""
+
+_TOGETHER = 64
+"""Removals in one transaction."""
+
+_PAGE_OF_SCAN = 1000
+"""Entries read in one transaction of a scan."""
+
+
+_SPARE = 8
+"""Staging buffers kept for the next put, a chunk each."""
+
+
+_Item = tuple["Buffer", "Buffer"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """One block of a put; `place` is its index there, `size` what it will occupy."""
+
+    place: int
+    block: BlockWrite
+    payload: Bytes
+    address: bytes
+    size: int
+
+
+class LMDBStore(BlockStore):
+    """Blocks in one LMDB environment, evicted in order of use under `capacity`.
+
+    With `durability=fsync` every transaction is on disk when a put returns; otherwise a power loss may take what was
+    written since, or all (see `kvstore_lmdb.opening`). Of several processes with different `durability` the weakest
+    counts. Reads never wait for writers; a put waits while another process writes.
+    """
+
+    options: ClassVar[tuple[Option[object], ...]] = (CAPACITY, DURABILITY, READONLY, MODE)
+
+    def __init__(self, url: TierURL) -> None:
+        super().__init__(url)
+        self._tier: Tier = open_tier(url)
+        self._readonly = url.option(READONLY)
+        self._blocks = self._tier.environment.databases[BLOCKS]
+        self._pid = os.getpid()
+        self._closing = threading.Lock()
+        self._closed = False
+        self._spare: list[Bytes] = []
+        self.capabilities = Capabilities(
+            persistent=True,
+            shared=True,
+            can_hang=False,
+            io="mmap",
+            batch_bytes=self._tier.space.chunk,
+            notes=self._tier.notes,
+        )
+
+    def namespaces(self) -> list[Namespace]:
+        with self._telling(), self._tier.catalog.read() as snapshot:
+            return snapshot.namespaces()
+
+    def contains_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
+        addresses = self._addresses(namespace, keys)
+        with self._telling(), self._tier.catalog.read() as snapshot:
+            return snapshot.contains(addresses)
+
+    def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
+        staged: list[_Staged] = []
+        for place, block in enumerate(blocks):
+            payload = namespace.check_buffer(block.key, block.data)
+            address = address_of(namespace, block.key)
+            staged.append(_Staged(place, block, payload, address, stored_bytes(payload.nbytes)))
+        outcomes = [PutOutcome.FAILED] * len(blocks)
+        self._tier.environment.ensure_open()
+        if not self._readonly:
+            for chunk in _chunks(staged, self._tier.space.chunk):
+                for member, outcome in zip(chunk, self._put(namespace, chunk), strict=True):
+                    outcomes[member.place] = outcome
+        return outcomes
+
+    def get_many_into(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
+        checked = [
+            (address_of(namespace, block.key), namespace.check_buffer(block.key, block.into)) for block in blocks
+        ]
+        self._tier.environment.ensure_open()
+        with self._telling():
+            outcomes = [self._get(address, into) for address, into in checked]
+        if not self._readonly:
+            found = zip(checked, outcomes, strict=True)
+            self._tier.catalog.note(address for (address, _), outcome in found if outcome is GetOutcome.HIT)
+        return outcomes
+
+    def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
+        addresses = self._addresses(namespace, keys)
+        removed: list[bool] = []
+        for start in range(0, 0 if self._readonly else len(addresses), _TOGETHER):
+            with self._telling(), self._tier.catalog.write() as change:
+                removed += [self._remove(change, address) for address in addresses[start : start + _TOGETHER]]
+        return removed or [False] * len(addresses)
+
+    def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
+        self._tier.environment.ensure_open()
+        return self._scan(namespace.fingerprint)
+
+    def _scan(self, fingerprint: bytes) -> Iterator[BlockInfo]:
+        after = b""
+        while True:
+            with self._telling(), self._tier.catalog.read() as snapshot:
+                entries = list(islice(snapshot.scan(fingerprint, after), _PAGE_OF_SCAN))
+            if not entries:
+                return
+            yield from (entry.info() for entry in entries)
+            after = entries[-1].address
+
+    def usage(self) -> Usage:
+        with self._telling():
+            with self._tier.catalog.read() as snapshot:
+                totals = snapshot.totals()
+            directory = self._tier.directory
+            on_disk = sum(path.stat().st_blocks * 512 for path in (directory, *directory.iterdir()) if path.exists())
+        overhead = max(0, on_disk - totals.used)
+        return Usage(totals.blocks, totals.used, totals.reserved, overhead, totals.capacity)
+
+    def touch_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
+        addresses = self._addresses(namespace, keys)
+        if not self._readonly and self._tier.catalog.note(addresses, hits=0):
+            with self._telling():
+                self._tier.catalog.settle()
+
+    def close(self) -> None:
+        with self._closing:
+            if self._closed or self._pid != os.getpid():
+                return
+            self._closed = True
+        tier = self._tier
+        try:
+            with tier.presence.closing() as last:
+                with suppress(OSError, lmdb.Error):  # notes of use are no loss to fail for
+                    tier.catalog.settle()
+                if last:
+                    tier.environment.sync()
+                tier.environment.close()
+        finally:
+            tier.environment.close()
+            self._spare.clear()
+
+    def _addresses(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bytes]:
+        for key in keys:
+            namespace.check_key(key)
+        self._tier.environment.ensure_open()
+        return [address_of(namespace, key) for key in keys]
+
+    @contextmanager
+    def _telling(self) -> Generator[None]:
+        """What LMDB or the device cannot do becomes `TierUnavailable`."""
+        try:
+            yield
+        except (TierUnavailable, StoreClosedError):
+            raise
+        except (OSError, lmdb.Error) as error:
+            raise TierUnavailable(f"{self.url} cannot tell: {error}") from error
+
+    def _get(self, address: bytes, into: Bytes) -> GetOutcome:
+        header, booked = b"", True
+        with self._tier.environment.read() as txn:
+            value = txn.get(address, db=self._blocks)
+            missing = value is None
+            if value is not None:
+                header = read_into(value, into)
+            else:
+                booked = txn.get(address, db=self._tier.environment.databases["meta"]) is not None
+        if not missing and is_intact(header, into, address):
+            return GetOutcome.HIT
+        if booked:  # damaged, or its bytes went behind our back: the books follow
+            self._remove_damaged(address, into)
+        return GetOutcome.MISS if missing else GetOutcome.CORRUPT
+
+    def _remove_damaged(self, address: bytes, scratch: Bytes) -> None:
+        """Take out what stands under `address`, unless a sound block does by now. `scratch` has the block's size."""
+        if self._readonly:
+            return
+        with suppress(OSError, lmdb.Error), self._tier.catalog.write() as change:
+            value = change.txn.get(address, db=self._blocks)
+            if value is None or not is_intact(read_into(value, scratch), scratch, address):
+                self._remove(change, address)
+
+    def _remove(self, change: Change, address: bytes) -> bool:
+        known = bool(change.discard([address]))
+        return change.txn.delete(address, db=self._blocks) or known
+
+    def _put(self, namespace: Namespace, blocks: list[_Staged]) -> list[PutOutcome]:
+        catalog = self._tier.catalog
+        try:
+            with catalog.read() as snapshot:
+                there = snapshot.contains([block.address for block in blocks])
+                totals = snapshot.totals()
+            catalog.note((block.address for block, known in zip(blocks, there, strict=True) if known), hits=0)
+            fresh = [block for block, known in zip(blocks, there, strict=True) if not known]
+            stored = iter(self._put_fresh(namespace, fresh, totals) if fresh else ())
+        except OSError as error:
+            failed = PutOutcome.FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else PutOutcome.FAILED
+            return [failed] * len(blocks)
+        return [PutOutcome.EXISTS if known else next(stored) for known in there]
+
+    def _put_fresh(self, namespace: Namespace, blocks: list[_Staged], totals: Totals) -> list[PutOutcome]:
+        space = self._tier.space
+        need = sum(block.size for block in blocks)
+        if totals.capacity is not None and need + space.slack(need, 0) > totals.capacity - totals.overhead:
+            return [PutOutcome.FULL] * len(blocks)
+        with self._staging(sum(HEADER_BYTES + block.payload.nbytes for block in blocks)) as memory:
+            now = time.time_ns()
+            items: list[_Item] = []
+            for block in blocks:
+                value, memory = np.split(memory, [HEADER_BYTES + block.payload.nbytes])
+                fill(value, namespace, block.block.key, block.payload, now)
+                items.append((block.address, value.data))
+            for attempt in range(_ATTEMPTS):
+                try:
+                    self._make_room(need, attempt)
+                    won = self._store(namespace, blocks, items, now)
+                except lmdb.MapFullError:
+                    self._ripen()
+                    continue
+                if won is not None:
+                    return [PutOutcome.STORED if first else PutOutcome.EXISTS for first in won]
+        return [PutOutcome.FULL] * len(blocks)
+
+    def _make_room(self, need: int, attempt: int) -> None:
+        space = self._tier.space
+        room = need + space.slack(need, attempt)
+        while evict(self._tier.catalog, space, room=room, most=max(need, space.chunk)):
+            pass
+
+    def _store(self, namespace: Namespace, blocks: list[_Staged], items: list[_Item], now: int) -> list[bool] | None:
+        """The transaction of a put: which blocks were new, or None if another process has taken the room."""
+        entries = [
+            Entry(block.address, block.size, now, now, position=block.block.position, parent=bytes(block.block.parent))
+            for block in blocks
+        ]
+        with self._tier.catalog.write() as change:
+            room = change.totals().room
+            if room is not None and room < sum(block.size for block in blocks):
+                return None
+            change.add_namespace(namespace)
+            won = change.publish(entries)
+            change.txn.cursor(self._blocks).putmulti([item for item, new in zip(items, won, strict=True) if new])
+            change.set_overhead(self._tier.space.overhead(tree_bytes(self._tier.catalog, change.txn)))
+        return won
+
+    def _ripen(self) -> None:
+        """Two small commits, after which LMDB uses pages again that were freed before them."""
+        environment = self._tier.environment
+        environment.check_readers()
+        with suppress(lmdb.MapFullError):
+            for _ in range(2):
+                with environment.write() as txn:
+                    txn.put(b"tick", time.time_ns().to_bytes(8, "little"), db=environment.databases["info"])
+
+    @contextmanager
+    def _staging(self, nbytes: int) -> Generator[Bytes]:
+        """Memory in which header and payload stand together, as LMDB wants them; kept for the next put."""
+        try:
+            memory = self._spare.pop()
+        except IndexError:
+            memory = np.empty(0, np.uint8)
+        if memory.nbytes < nbytes:
+            memory = np.empty(nbytes, np.uint8)
+        yield memory[:nbytes]
+        if len(self._spare) < _SPARE:
+            self._spare.append(memory)
+
+
+def _chunks(blocks: list[_Staged], most: int) -> Iterator[list[_Staged]]:
+    """Blocks in order, together at most `most` bytes or one block."""
+    chunk: list[_Staged] = []
+    filled = 0
+    for block in blocks:
+        if chunk and filled + block.size > most:
+            yield chunk
+            chunk, filled = [], 0
+        chunk.append(block)
+        filled += block.size
+    if chunk:
+        yield chunk

@@ -1,0 +1,95 @@
+"""One block as one LMDB value: a header that binds the payload to its key, then the payload. Format version 0.
+
+| offset | bytes | field |
+|---|---|---|
+| 0 | 8 | `kvblock` and a zero byte |
+| 8 | 2 | version |
+| 10 | 2 | KV-cache group |
+| 12 | 2 | digest length |
+| 14 | 2 | flags, none defined |
+| 16 | 16 | namespace fingerprint |
+| 32 | 64 | digest, zeros behind |
+| 96 | 8 | payload length |
+| 104 | 8 | created, ns since the epoch |
+| 112 | 4 | CRC-32C of the payload |
+| 116 | 4 | CRC-32C of bytes 0 to 116 |
+| 120 | 8 | zeros |
+| 128 | | payload |
+
+Integers are little-endian. LMDB keeps such a value in whole pages of its own: 16 bytes of LMDB's, then the value.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.environment import PAGE
+from kvstore.integrity import crc32c
+
+if TYPE_CHECKING:
+    from kvstore.namespace import Namespace
+    from kvstore.types import BlockKey
+
+__all__ = ["HEADER_BYTES", "Bytes", "fill", "is_intact", "read_into", "stored_bytes"]
+
+Bytes = NDArray[np.uint8]
+
+HEADER_BYTES = 128
+
+_MAGIC, _VERSION, _LMDB_PAGE_HEADER = b"kvblock\0", 0, 16
+_FIELDS = struct.Struct("<8sHHHH16s64sQQI")
+_CRC = struct.Struct("<I")
+
+
+def stored_bytes(payload_bytes: int) -> int:
+    """What a block occupies in the data file, in bytes: 513 pages for 2 MiB, 17 for 64 KiB."""
+    return -(-(_LMDB_PAGE_HEADER + HEADER_BYTES + payload_bytes) // PAGE) * PAGE
+
+
+def fill(value: Bytes, namespace: Namespace, key: BlockKey, payload: Bytes, created: int) -> None:
+    """Write the entry into `value`, which has `HEADER_BYTES` more than `payload`. The GIL is released meanwhile."""
+    np.copyto(value[HEADER_BYTES:], payload)
+    head = _FIELDS.pack(
+        _MAGIC,
+        _VERSION,
+        key.group,
+        len(key.digest),
+        0,
+        namespace.fingerprint,
+        key.digest,
+        payload.nbytes,
+        created,
+        crc32c(value[HEADER_BYTES:]),
+    )
+    head += _CRC.pack(crc32c(head))
+    value[:HEADER_BYTES] = np.frombuffer(head.ljust(HEADER_BYTES, b"\0"), np.uint8)
+
+
+def read_into(value: memoryview, into: Bytes) -> bytes:
+    """Copy the payload of `value`, which lies in LMDB's map, into `into`; returns the header, unchecked.
+
+    Empty where the lengths do not fit (nothing was copied then). Done first and checked later (`is_intact`), so that
+    the transaction under `value` is short. The GIL is released meanwhile.
+    """
+    if len(value) != HEADER_BYTES + into.nbytes:
+        return b""
+    np.copyto(into, np.frombuffer(value, np.uint8, offset=HEADER_BYTES))
+    return bytes(value[:HEADER_BYTES])
+
+
+def is_intact(header: bytes, payload: Bytes, address: bytes) -> bool:
+    """Whether these are the bytes that were once put under `address`, in its namespace."""
+    if len(header) != HEADER_BYTES or any(header[_FIELDS.size + _CRC.size :]):
+        return False
+    magic, version, group, length, _, fingerprint, digest, nbytes, _, checksum = _FIELDS.unpack_from(header)
+    (own,) = _CRC.unpack_from(header, _FIELDS.size)
+    return (
+        (magic, version, nbytes) == (_MAGIC, _VERSION, payload.nbytes)
+        and crc32c(header[: _FIELDS.size]) == own
+        and address == fingerprint + group.to_bytes(2, "big") + digest[:length]
+        and crc32c(payload) == checksum
+    )

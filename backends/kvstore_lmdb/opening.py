@@ -1,0 +1,201 @@
+"""Opening an LMDB tier's directory: is it one, is it sound, whose cap holds; then it is open and within the cap."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.catalog import DATABASES, Catalog, stored_capacity
+from kvstore.environment import PAGE, Environment, check_filesystem, damage
+from kvstore.errors import NotAStoreError, StoreDamagedError, StoreFullError, StoreNotFoundError
+from kvstore.presence import Presence, State, explained, is_presence_file
+from kvstore.url import CAPACITY, DURABILITY, MODE, READONLY, TierURL, local_path
+from kvstore_lmdb.space import SMALLEST_CAPACITY, Space
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import lmdb
+
+    from kvstore.catalog import Victim
+
+__all__ = ["BLOCKS", "NAMES", "Tier", "evict", "open_tier", "tree_bytes"]
+
+BLOCKS = "blocks"
+"""The named database with the blocks' bytes, beside the catalogue's."""
+
+NAMES = (BLOCKS, *DATABASES)
+_FILES = ("data.mdb", "lock.mdb")
+_COMPACTED = ".new-data.mdb"  # a name that presence sweeps up if we die
+_log = logging.getLogger("kvstore.lmdb")
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """What an open store holds of its directory."""
+
+    directory: Path
+    presence: Presence
+    environment: Environment
+    catalog: Catalog
+    space: Space
+    notes: tuple[str, ...]
+    """What an operator should know of how it was found."""
+
+
+def open_tier(url: TierURL) -> Tier:
+    """Open the tier that `url` names. Raises a `StoreOpenError`; then nothing stays open."""
+    directory, readonly, mode = local_path(url), url.option(READONLY), url.option(MODE)
+    wanted = _wanted_capacity(url, directory)
+    with explained(directory):
+        _make_directory(directory, readonly=readonly, mode=mode)
+        check_filesystem(directory)
+    with Presence.opening(directory, readonly=readonly, mode=mode) as presence:
+        notes = _repair(presence)
+        stored = stored_capacity(directory)
+        if stored is None and readonly:
+            raise StoreNotFoundError(f"{directory} holds no finished tier, and read-only creates none")
+        agreed = wanted if stored is None or (wanted and presence.alone and not readonly) else stored
+        space = Space(agreed or None)
+        if presence.alone and not readonly:
+            _shrink(presence, space)
+        environment = _open_environment(url, directory, space.map_size)
+        try:
+            catalog = Catalog(environment)
+            catalog.prepare(wanted, alone=presence.alone)
+            if presence.alone and not readonly:
+                _evict_down(catalog, space)
+        except BaseException:
+            environment.close()
+            raise
+    return Tier(directory, presence, environment, catalog, space, notes)
+
+
+def evict(catalog: Catalog, space: Space, *, room: int, most: int) -> int:
+    """Evict least recently used blocks for `room` bytes to be free, in one transaction of little more than `most`.
+
+    Bytes freed: 0 where there is room already, or no block left.
+    """
+    with catalog.read() as snapshot:
+        free = snapshot.totals().room
+        victims: list[Victim] = []
+        freed = 0
+        for victim in snapshot.oldest() if free is not None and free < room else ():
+            victims.append(victim)
+            freed += victim.size
+            if freed >= most or (free is not None and free + freed >= room):
+                break
+    if not victims:
+        return 0
+    blocks = catalog.environment.databases[BLOCKS]
+    with catalog.write() as change:
+        for victim in change.evict(victims):
+            change.txn.delete(victim.address, db=blocks)
+        change.set_overhead(space.overhead(tree_bytes(catalog, change.txn)))
+    return freed
+
+
+def tree_bytes(catalog: Catalog, txn: lmdb.Transaction[memoryview]) -> int:
+    """What LMDB's trees of the larger databases occupy, the blocks' own pages not counted."""
+    pages = 0
+    for name in (BLOCKS, "meta", "age"):
+        stat = txn.stat(catalog.environment.databases[name])
+        pages += stat["branch_pages"] + stat["leaf_pages"]
+    return pages * PAGE
+
+
+def _wanted_capacity(url: TierURL, directory: Path) -> int | None:
+    option = url.option(CAPACITY)
+    if option is None:
+        return None
+    with explained(directory):
+        capacity = option.resolve(next(path for path in (directory, *directory.parents) if path.exists()))
+    if capacity < SMALLEST_CAPACITY:
+        raise StoreFullError(
+            f"{directory}: capacity={capacity} is too small for a tier: give {SMALLEST_CAPACITY} or more"
+        )
+    return capacity
+
+
+def _make_directory(directory: Path, *, readonly: bool, mode: int) -> None:
+    if not directory.exists():
+        if readonly:
+            raise StoreNotFoundError(f"{directory} does not exist, and read-only creates nothing")
+        try:
+            directory.mkdir(parents=True)
+        except NotADirectoryError as error:
+            raise NotAStoreError(f"{directory}: a part of this path is a file") from error
+        directory.chmod(mode | (mode & 0o444) >> 2)
+    if not directory.is_dir():
+        raise NotAStoreError(f"{directory} is a file; an LMDB tier is a directory with data.mdb in it")
+    names = {path.name for path in directory.iterdir()} - {"lost+found"}
+    foreign = sorted(name for name in names if name not in _FILES and not is_presence_file(name))
+    if foreign or (names and "gate" not in names):
+        found = ", ".join(foreign[:3] or sorted(names))
+        raise NotAStoreError(f"{directory} holds something other than an LMDB tier ({found}): name another directory")
+    if readonly and "data.mdb" not in names:
+        raise StoreNotFoundError(f"{directory} holds no tier, and read-only creates none")
+
+
+def _repair(presence: Presence) -> tuple[str, ...]:
+    """Make sure that LMDB may open what is there; what was found wrong.
+
+    Only who is alone may look closely. After an unclean close and another boot the whole file is checked: commits are
+    not synced one by one. An unsound file says nothing that could be trusted: its trees may lead to blocks that were
+    deleted, and a cache loses only time. So the tier starts empty then.
+    """
+    directory, missing = presence.directory, presence.found is State.MISSING
+    unsure = missing or presence.found in (State.SUSPECT, State.REBUILDING)
+    problem = damage(directory, thorough=unsure and presence.alone)
+    if problem is None:
+        return ()
+    if presence.readonly or not presence.alone:
+        raise StoreDamagedError(f"{problem}. Open the tier once alone and writable: it is then started anew, empty")
+    note = f"{problem}; the tier was started anew, empty: its blocks have to be computed again"
+    _log.warning(note)
+    presence.mark(State.REBUILDING)
+    for name in _FILES:
+        (directory / name).unlink(missing_ok=True)
+    return (note,)
+
+
+def _open_environment(url: TierURL, directory: Path, map_size: int) -> Environment:
+    return Environment.open(
+        directory,
+        NAMES,
+        readonly=url.option(READONLY),
+        sync=url.option(DURABILITY) == "fsync",
+        readahead=True,
+        mode=url.option(MODE),
+        map_size=map_size,
+    )
+
+
+def _shrink(presence: Presence, space: Space) -> None:
+    """Where the cap was lowered below the data file: evict, and write what is left to a new, smaller file.
+
+    Only for who is alone. The old file stays in use until the new one is complete, so both are there for a while.
+    """
+    path = presence.directory / "data.mdb"
+    if not path.exists() or path.stat().st_size <= space.map_size:
+        return
+    environment = Environment.open(presence.directory, NAMES, readahead=True)
+    try:
+        catalog = Catalog(environment)
+        catalog.prepare(space.capacity, alone=True)
+        _evict_down(catalog, space)
+        environment.compact(presence.directory / _COMPACTED)
+    finally:
+        environment.close()
+    presence.mark(State.REBUILDING)
+    (presence.directory / _COMPACTED).rename(path)
+    (presence.directory / "lock.mdb").unlink()
+
+
+def _evict_down(catalog: Catalog, space: Space) -> None:
+    """Say what is kept aside, and evict until the rest is under the cap."""
+    with catalog.write() as change:
+        change.set_overhead(space.overhead(tree_bytes(catalog, change.txn)))
+    while evict(catalog, space, room=0, most=space.chunk):
+        pass
