@@ -8,7 +8,7 @@ Both local backends open and close through here, before they touch a file of the
 | `gate` | locked exclusively while a process opens or closes, never longer |
 | `users` | locked shared for as long as a process has the tier open; who gets it exclusively is alone |
 | `lease-<32 hex digits>` | one per opening, locked exclusively for life; one that can be locked belongs to the dead |
-| `state` | one line: `clean`, `dirty <boot id>`, or `rebuilding` |
+| `state` | one line, padded to 64 bytes: `clean`, `dirty <boot id>`, or `rebuilding` |
 
 A lease is made under a temporary name, locked, and then renamed, so one that can be seen unlocked is dead. `state` is
 written to a temporary name, synced and renamed. All are for this machine: none of it works over a network.
@@ -41,6 +41,7 @@ PRESENCE_BYTES = 4 * 4096
 """What these files occupy at most: `state` and its successor, a block each (locks are empty), and some air."""
 
 _LEASE, _NEW = "lease-", ".new-"
+_LINE_BYTES = 64
 
 
 class State(enum.Enum):
@@ -147,18 +148,30 @@ class Presence:
             self._leave()
 
     def mark(self, state: State) -> None:
-        """Write `state`, synced: `REBUILDING` before records are dropped to be rebuilt. For the body of `opening`."""
+        """Write `state`, synced: `REBUILDING` before records are dropped to be rebuilt. For the body of `opening`.
+
+        On a full disk the line is overwritten in place: less than a sector, and if it is torn it reads as `SUSPECT`.
+        """
         line = f"{state.value} {_boot_id()}" if state is State.DIRTY else state.value
-        temporary = self.directory / f"{_NEW}state"
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, self._mode)
+        path, temporary = self.directory / "state", self.directory / f"{_NEW}state"
+        try:
+            self._write(temporary, line, os.O_CREAT | os.O_TRUNC)
+            temporary.rename(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not path.exists():
+                raise
+            temporary.unlink(missing_ok=True)
+            self._write(path, line, 0)
+        _sync_directory(self.directory)
+
+    def _write(self, path: Path, line: str, flags: int) -> None:
+        descriptor = os.open(path, os.O_WRONLY | flags | os.O_CLOEXEC, self._mode)
         try:
             self._widen(descriptor)
-            os.write(descriptor, line.encode() + b"\n")
+            os.write(descriptor, line.ljust(_LINE_BYTES - 1).encode("ascii") + b"\n")
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        temporary.rename(self.directory / "state")
-        _sync_directory(self.directory)
 
     def dead(self) -> Iterator[bytes]:
         """The lease of each user who died; locked while the caller reclaims what it left, then removed.
@@ -198,7 +211,7 @@ class Presence:
         temporary.rename(self.directory / f"{_LEASE}{self.lease.hex()}")
 
     def _stay(self) -> None:
-        if self.alone and not self.readonly:
+        if self.alone and not self.readonly and self._read_state() is not State.DIRTY:
             self.mark(State.DIRTY)
         if "users" in self._descriptors:
             fcntl.flock(self._descriptors["users"], fcntl.LOCK_SH)

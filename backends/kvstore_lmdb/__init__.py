@@ -119,7 +119,8 @@ class LMDBStore(BlockStore):
 
     def get_many_into(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
         checked = [
-            (address_of(namespace, block.key), namespace.check_buffer(block.key, block.into)) for block in blocks
+            (address_of(namespace, block.key), namespace.check_buffer(block.key, block.into, writable=True))
+            for block in blocks
         ]
         self._tier.environment.ensure_open()
         with self._telling():
