@@ -110,6 +110,8 @@ def clear_away(tier: LocalTier, taken: Sequence[Held], drafts: Iterator[tuple[in
         if held.fd >= 0 and held.victim.address not in heirs:
             os.ftruncate(held.fd, 0)
     recycled: dict[str, int] = {}
+    if not taken:
+        return recycled
     with tier.names.hold(held.victim.address for held in taken):
         for held in taken:
             heir = heirs.get(held.victim.address)

@@ -77,16 +77,21 @@ class Folders:
         folder = tree.folder(key)
         if folder in self._made and not again:
             return
-        for path, text in tree.documents(key).items():
-            document = self._root / path
-            if document.exists():
-                continue
-            make_folder(document.parent, self._mode)
-            draft = self._temporaries / unique
-            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, self._mode), "w") as file:
-                file.write(text)
-            draft.rename(document)
+        if not (self._root / folder / METADATA_NAME).exists():
+            for path, text in tree.documents(key).items():
+                self._describe(self._root / path, text, self._temporaries / unique)
         self._made.add(folder)
+
+    def _describe(self, document: Path, text: bytes, draft: Path) -> None:
+        if document.exists():
+            return
+        make_folder(document.parent, self._mode)
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, self._mode)
+        try:
+            os.write(fd, text)
+        finally:
+            os.close(fd)
+        draft.rename(document)
 
     def measure(self, folders: Iterable[str]) -> dict[str, int]:
         """What has grown since this process last recorded it: `folders`, and what stands above those that are new."""

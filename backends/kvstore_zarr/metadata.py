@@ -17,6 +17,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import NewerFormatError, NotAStoreError
+from kvstore.layout import DTYPES
 from kvstore.namespace import Namespace
 from kvstore.types import BlockKey
 from kvstore_zarr.format import FORMAT_VERSION, BlockFrame, DigestWords
@@ -43,6 +44,8 @@ class NamespaceTree:
         self._words = DigestWords(namespace.digest_bytes)
         self._suffixes = tuple(".0" * len(layout.shape) for layout in namespace.layouts)
         self.frames = tuple(BlockFrame(layout.nbytes) for layout in namespace.layouts)
+        self._of_namespace = _dump(self._namespace_document())
+        self._of_arrays = tuple(_dump(self._array_document(layout)) for layout in namespace.layouts)
         self._groups = tuple(f"{namespace.name}/g{group}" for group in range(len(namespace.layouts)))
 
     def folder(self, key: BlockKey) -> str:
@@ -64,13 +67,13 @@ class NamespaceTree:
             raise ValueError(f"{name} is not how a block's name is written")
         return key
 
-    def documents(self, key: BlockKey) -> dict[str, str]:
+    def documents(self, key: BlockKey) -> dict[str, bytes]:
         """The `zarr.json` of every folder from the namespace's down to `key`'s, outermost first: path to text."""
         name, group = self.namespace.name, self._groups[key.group]
         return {
-            f"{name}/{METADATA_NAME}": _dump(self._namespace_document()),
+            f"{name}/{METADATA_NAME}": self._of_namespace,
             f"{group}/{METADATA_NAME}": _dump(_group_document({})),
-            f"{self.folder(key)}/{METADATA_NAME}": _dump(self._array_document(self.namespace.layouts[key.group])),
+            f"{self.folder(key)}/{METADATA_NAME}": self._of_arrays[key.group],
         }
 
     def _namespace_document(self) -> dict[str, Any]:
@@ -87,7 +90,7 @@ class NamespaceTree:
         chunk = [1] * len(widths) + list(layout.shape)
         as_bytes = {"name": "bytes", "configuration": {"endian": "little"}}
         checksum = {"name": "crc32c"}
-        inner = {"name": "bytes"} if layout.dtype == "uint8" else as_bytes
+        inner = {"name": "bytes"} if DTYPES[layout.dtype] == 1 else as_bytes
         sharding = {
             "chunk_shape": chunk,
             "codecs": [inner, checksum],
@@ -101,7 +104,7 @@ class NamespaceTree:
             "data_type": layout.dtype,
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
             "chunk_key_encoding": {"name": "v2", "configuration": {"separator": "."}},
-            "fill_value": 0 if layout.dtype == "uint8" else "NaN",
+            "fill_value": "NaN" if "float" in layout.dtype else 0,
             "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
             "attributes": {},
             "dimension_names": [f"w{number}" for number in range(len(widths))] + list(layout.axes),
@@ -140,5 +143,5 @@ def _group_document(attributes: dict[str, Any]) -> dict[str, Any]:
     return {"zarr_format": 3, "node_type": "group", "attributes": attributes}
 
 
-def _dump(document: dict[str, Any]) -> str:
-    return json.dumps(document, indent=1) + "\n"
+def _dump(document: dict[str, Any]) -> bytes:
+    return json.dumps(document, indent=1).encode() + b"\n"

@@ -22,7 +22,7 @@ from kvstore.errors import (
 from kvstore.presence import Presence, State
 from kvstore.url import CAPACITY, DURABILITY, IO, MODE, READONLY, TierURL, local_path
 from kvstore_zarr.device import BlockDevice
-from kvstore_zarr.folders import FOLDERS_DATABASE, Folders, make_folder
+from kvstore_zarr.folders import FOLDERS_DATABASE, Folders, make_folder, occupied
 from kvstore_zarr.metadata import read_namespace
 from kvstore_zarr.names import NameLocks
 from kvstore_zarr.put import make_room
@@ -109,6 +109,7 @@ def _open_parts(url: TierURL, root: Path, presence: Presence) -> tuple[LocalTier
             root=root,
             device=device,
             environment=environment,
+            lock_bytes=occupied(root / CATALOGUE / "lock.mdb"),
             catalog=catalog,
             presence=presence,
             folders=Folders(root, root / DRAFTS, environment, mode),

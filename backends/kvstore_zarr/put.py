@@ -26,7 +26,7 @@ from kvstore.catalog import Entry, address_of
 from kvstore.types import BlockWrite, PutOutcome
 from kvstore_zarr import eviction, steps
 from kvstore_zarr.format import PAGE, BlockFacts
-from kvstore_zarr.removal import erase, reclaim, release, settle_intent
+from kvstore_zarr.removal import erase, reclaim_if_due, release, settle_intent
 from kvstore_zarr.tier import pack_addresses
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ __all__ = ["PutJob", "make_room", "put_blocks"]
 
 JOB_BYTES = 16 << 20
 """The most that one job reserves at a time; and a 32nd of the capacity, so that several find room beside each other."""
+RECLAIM_INTERVAL_S = 1.0
+"""How often a process that puts looks for what dead ones left; ten times as often while it finds no room."""
 PATIENCE_S = 0.2
 """How long a put waits for room that other puts hold, before a block is `FULL`."""
 
@@ -74,6 +76,7 @@ def put_blocks(
     for address, (write, payload) in zip(order, writes, strict=True):
         if address not in blocks:
             blocks[address] = _block(tier, tree, address, write, payload)
+    reclaim_if_due(tier, RECLAIM_INTERVAL_S)
     _run(tier, tree, list(blocks.values()))
     outcomes: list[PutOutcome] = []
     for address in order:
@@ -107,8 +110,8 @@ def _run(tier: LocalTier, tree: NamespaceTree, waiting: list[_Block]) -> None:
         deadline = deadline or now + PATIENCE_S
         if now > deadline:
             return
-        reclaim(tier)
-        time.sleep(0.002)
+        reclaim_if_due(tier, RECLAIM_INTERVAL_S / 10)
+        time.sleep(0.001)
 
 
 def _first(waiting: list[_Block], most: int) -> list[_Block]:
@@ -176,11 +179,10 @@ class PutJob:
         tier = self._tier
         with tier.catalog.read() as snapshot:
             self._find_present(snapshot.contains([block.address for block in self._blocks]))
-            totals = snapshot.totals()
-            room = totals.room
-            if totals.capacity is None or room is None:
+            room, totals = tier.room(snapshot), snapshot.totals()
+            if room is None:
                 return []
-            most = totals.capacity - totals.overhead
+            most = room + totals.used + totals.reserved
             self._settle([block for block in self._open() if block.cost > most], PutOutcome.FULL)
             return eviction.choose(tier, snapshot, sum(block.cost for block in self._open()) - room)
 
@@ -195,13 +197,13 @@ class PutJob:
         if not wanted and not held:
             return [], []
         with tier.catalog.write() as change:
-            tier.account(change)
             gone = {victim.address for victim in change.evict([one.victim for one in held])}
             taken = [one for one in held if one.victim.address in gone]
             freed = sum(one.victim.size for one in taken)
-            admitted = _admitted(wanted, freed, change.totals().room)
+            admitted = _admitted(wanted, freed, tier.room(change))
             if admitted or taken:
                 self._record(change, admitted, taken, max(freed, sum(block.cost for block in admitted)))
+            tier.account(change)
         return admitted, taken
 
     def _record(self, change: Change, admitted: Sequence[_Block], taken: Sequence[Held], reserved: int) -> None:
@@ -212,7 +214,8 @@ class PutJob:
             for number, block in enumerate(admitted):
                 block.generation = generation + number
                 block.draft = self._tier.draft(self._intent, number)
-            change.add_namespace(self._tree.namespace)
+            if self._tree.namespace.fingerprint not in self._tier.recorded:
+                change.add_namespace(self._tree.namespace)
 
     def _carry_out(self, intent: Intent, admitted: Sequence[_Block], taken: Sequence[Held]) -> None:
         tier = self._tier
@@ -278,10 +281,13 @@ class PutJob:
             with tier.catalog.write() as change:
                 change.publish([_entry(block) for block in mine])
                 change.release(intent)
-                tier.folders.record(change.txn, measured)
-                tier.account(change)
+                if measured:
+                    tier.folders.record(change.txn, measured)
+                    tier.account(change)
             self._settle(mine, PutOutcome.STORED)
         self._intent = None
+        if self._tree is not None:
+            tier.recorded.add(self._tree.namespace.fingerprint)
         steps.checkpoint("published")
 
     def _put_in_place(self, block: _Block, *, lost: bool) -> None:

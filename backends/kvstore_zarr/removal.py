@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvstore.catalog import Intent
     from kvstore_zarr.tier import LocalTier
 
-__all__ = ["erase", "inode_of", "reclaim", "release", "remove", "settle_intent"]
+__all__ = ["erase", "inode_of", "reclaim", "reclaim_if_due", "release", "remove", "settle_intent"]
 
 READER_PATIENCE_S = 2.0
 """How long a removal waits for readers of a block before it leaves the last of its space to them."""
@@ -132,6 +132,17 @@ def reclaim(tier: LocalTier, *, alone: bool = False) -> None:
         stranded, tier.stranded = tier.stranded, []
     for intent in stranded:
         settle_intent(tier, intent)
+
+
+def reclaim_if_due(tier: LocalTier, interval: float) -> None:
+    """`reclaim`, unless some thread of this process did so in the last `interval` seconds."""
+    now = time.monotonic()
+    with tier.lock:
+        due = now - tier.reclaimed >= interval
+        if due:
+            tier.reclaimed = now
+    if due:
+        reclaim(tier)
 
 
 def _settle_all(tier: LocalTier, lease: bytes) -> None:

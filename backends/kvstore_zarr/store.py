@@ -130,7 +130,7 @@ class LocalZarrStore(BlockStore):
         finally:
             with self._idle:
                 self._active -= 1
-                if not self._active:
+                if self._closed and not self._active:
                     self._idle.notify_all()
 
 

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from kvstore.namespace import FINGERPRINT_BYTES
 from kvstore.types import BlockKey
+from kvstore_zarr.folders import occupied
 from kvstore_zarr.metadata import NamespaceTree, read_namespace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from kvstore.catalog import Catalog, Change, Intent
+    from kvstore.catalog import Catalog, Change, Intent, Snapshot
     from kvstore.environment import Environment
     from kvstore.namespace import Namespace
     from kvstore.presence import Presence
@@ -43,6 +44,8 @@ class LocalTier:
     device: BlockDevice
     environment: Environment
     catalog: Catalog
+    lock_bytes: int
+    """What LMDB's lock file occupies; it does not grow."""
     presence: Presence
     folders: Folders
     names: NameLocks
@@ -51,11 +54,15 @@ class LocalTier:
     mode: int
     durable: bool
     readonly: bool
+    recorded: set[bytes] = field(default_factory=set[bytes])
+    """Fingerprints of namespaces whose manifests this process has put into the catalogue."""
     claimed: set[bytes] = field(default_factory=set[bytes])
     """Blocks that some thread of this process is about to evict."""
     stranded: list[Intent] = field(default_factory=list["Intent"])
     """Intents of our own that could not be settled, for a full disk say; to be tried again."""
     lock: threading.Lock = field(default_factory=threading.Lock)
+    reclaimed: float = 0.0
+    """When the dead were last looked for (`time.monotonic`)."""
     _trees: dict[bytes, NamespaceTree] = field(default_factory=dict[bytes, NamespaceTree])
 
     def tree(self, namespace: Namespace) -> NamespaceTree:
@@ -86,11 +93,24 @@ class LocalTier:
         """A path that nobody else uses, for a file that belongs to `intent`."""
         return f"{self.root}/{DRAFTS}/{draft_prefix(intent)}{number}"
 
+    def room(self, snapshot: Snapshot) -> int | None:
+        """What a put may still reserve, in bytes, with folders and catalogue as they are now; None without a cap."""
+        totals = snapshot.totals()
+        if totals.capacity is None:
+            return None
+        return totals.capacity - totals.used - totals.reserved - self._records(snapshot) - self.slack
+
     def account(self, change: Change) -> None:
-        """Bring up to date what the tier keeps aside for its own records: folders, catalogue, slack."""
-        overhead = self.folders.total(change.txn) + self.environment.file_bytes() + self.slack
-        if overhead != change.totals().overhead:
-            change.set_overhead(overhead)
+        """Bring up to date what the tier says it keeps aside: folders, catalogue, and what is left of the slack."""
+        totals, records = change.totals(), self._records(change)
+        left = self.slack
+        if totals.capacity is not None:
+            left = max(0, min(left, totals.capacity - totals.used - totals.reserved - records))
+        if records + left != totals.overhead:
+            change.set_overhead(records + left)
+
+    def _records(self, snapshot: Snapshot) -> int:
+        return self.folders.total(snapshot.txn) + self.lock_bytes + occupied(f"{self.root}/{CATALOGUE}/data.mdb")
 
 
 def draft_prefix(intent: Intent) -> str:
