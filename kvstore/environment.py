@@ -361,7 +361,7 @@ class Environment:
     def _leave(self) -> None:
         with self._idle:
             self._active -= 1
-            if not self._active:
+            if self._closed and not self._active:
                 self._idle.notify_all()
 
 
