@@ -13,15 +13,27 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from kvstore import BlockKey, BlockLayout, BlockStore, BlockWrite, LookupResult, Namespace, TierURL, open_store
+from kvstore import (
+    BlockKey,
+    BlockLayout,
+    BlockRead,
+    BlockStore,
+    BlockWrite,
+    GetOutcome,
+    LookupResult,
+    Namespace,
+    TierURL,
+    open_store,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from kvstore import BlockInfo, BlockRead, GetOutcome, PutOutcome, Usage
+    from kvstore import BlockInfo, PutOutcome, Usage
 
+from kvstore.errors import ShutdownTimeout
 from kvstore.tiering import TieringManager
 
 BLOCK = 8192
@@ -85,8 +97,10 @@ def managed(*tiers: Any, space: Namespace = SPACE, **options: Any) -> Iterator[T
     try:
         yield manager
         check(manager)
-    finally:
         manager.close()
+    finally:
+        with contextlib.suppress(ShutdownTimeout):  # of a test that failed already
+            manager.close(timeout=0.1)
 
 
 def check(manager: TieringManager) -> None:
@@ -199,3 +213,15 @@ class MisbehavingStore(BlockStore):
     def close(self) -> None:
         self.closed = True
         self.inner.close()
+
+
+def intact(store: BlockStore, names: Sequence[BlockKey], space: Namespace = SPACE) -> list[bool]:
+    """Which blocks a store has, with the right bytes; wrong bytes are an error."""
+    buffers = [np.empty(space.block_bytes(name.group), np.uint8) for name in names]
+    outcomes = store.get_many_into(
+        space, [BlockRead(name, buffer.data) for name, buffer in zip(names, buffers, strict=True)]
+    )
+    hits = [outcome is GetOutcome.HIT for outcome in outcomes]
+    for name, buffer, hit in zip(names, buffers, hits, strict=True):
+        assert not hit or np.array_equal(buffer, content(name, buffer.nbytes)), f"wrong bytes for {name}"
+    return hits

@@ -15,7 +15,7 @@ import numpy as np
 from kvstore.types import LookupResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
     from typing_extensions import Buffer
@@ -73,8 +73,9 @@ class BlockingCalls(ABC):
     def store(self, blocks: Sequence[BlockWrite], *, timeout: float = 30.0) -> int:
         """Copy `blocks` into the primary tier, from where they cascade; returns how many are there or were before.
 
-        Waits for slots, and for tiers that fall behind, up to `timeout` seconds; what did not fit by then is not
-        stored. On return the source buffers are the caller's again; the tiers may still be writing: `drain` waits
+        Waits for slots, and for tiers that fall behind, up to `timeout` seconds; after that, blocks without a slot are
+        passed over, and tiers that are still behind miss what comes (counted as shed). On return the source buffers
+        are the caller's again; the tiers may still be writing: `drain` waits
         for them. Raises `InvalidBlockError` when a block does not fit the namespace.
         """
         checked = [self.namespace.check_buffer(block.key, block.data) for block in blocks]
@@ -113,20 +114,12 @@ class BlockingCalls(ABC):
         deliver = into if callable(into) else _copying(into, keys, self.namespace)
         self.forget(keys)
         loaded = 0
-        deadline = time.monotonic() + timeout
-        while loaded < len(keys):
-            answers = self.lookup(keys[loaded : loaded + LOOK_AHEAD])
-            arrived = self._deliver(keys, loaded, loaded + _leading_hits(answers), deliver)
-            if arrived > loaded:
-                loaded = arrived
-                deadline = time.monotonic() + timeout
-            elif answers[0] is LookupResult.MISS or time.monotonic() > deadline:
-                break
-            else:
-                time.sleep(PAUSE)
-            self.step()
-        self.finish_request(keys[:loaded])
-        self.forget(keys[loaded:])
+        try:
+            for loaded in self._arrivals(keys, deliver, timeout):  # noqa: B007 - the last one counts
+                pass
+        finally:
+            self.finish_request(keys[:loaded])
+            self.forget(keys[loaded:])
         return loaded
 
     def prefetch(self, keys: Sequence[BlockKey], *, timeout: float = 30.0) -> int:
@@ -156,6 +149,25 @@ class BlockingCalls(ABC):
             self.step()
             time.sleep(PAUSE)
         return None
+
+    def _arrivals(
+        self, keys: Sequence[BlockKey], deliver: Callable[[int, NDArray[np.uint8]], None], timeout: float
+    ) -> Iterator[int]:
+        """Deliver blocks as they arrive; yields how many were, each time that it is more."""
+        loaded = 0
+        deadline = time.monotonic() + timeout
+        while loaded < len(keys):
+            answers = self.lookup(keys[loaded : loaded + LOOK_AHEAD])
+            arrived = self._deliver(keys, loaded, loaded + _leading_hits(answers), deliver)
+            if arrived > loaded:
+                loaded = arrived
+                deadline = time.monotonic() + timeout
+                yield loaded
+            elif answers[0] is LookupResult.MISS or time.monotonic() > deadline:
+                return
+            else:
+                time.sleep(PAUSE)
+            self.step()
 
     def _deliver(
         self, keys: Sequence[BlockKey], start: int, stop: int, deliver: Callable[[int, NDArray[np.uint8]], None]

@@ -124,11 +124,11 @@ class TieringManager(BlockingCalls):
         self._hits = self._misses = self._stores = self._skipped = 0
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[LookupResult]:
-        """Where each block is; starts what is needed to bring it here. Never waits.
+        """Where each block of a prefix is; starts what is needed to bring it here. Never waits.
 
-        HIT: in the primary tier, and kept there for a moment so that `prepare_load` finds it. HIT_PENDING: a
-        secondary tier has it, its promotion waits for a slot or is under way. RETRY: the tiers are being asked; ask
-        again after `step`. MISS: nowhere, not readable, or no slot became free for it in time.
+        HIT: in the primary tier; those in front of the first gap are kept there for a moment, so that `prepare_load`
+        finds them. HIT_PENDING: a secondary tier has it, its promotion waits for a slot or is under way. RETRY: the
+        tiers are being asked; ask again after `step`. MISS: nowhere, not readable, or no slot became free in time.
 
         Promotions happen in the order of `keys` and of calls. Who asks for more blocks than there are slots loads
         those that are HIT, which frees their slots for the next ones.
@@ -138,6 +138,7 @@ class TieringManager(BlockingCalls):
         answers = [self._look(key, now, unknown) for key in keys]
         if unknown:
             self._promotions.ask(unknown)
+        self._keep_front(keys, answers, now)
         self._hits += answers.count(LookupResult.HIT)
         self._misses += answers.count(LookupResult.MISS)
         return answers
@@ -212,7 +213,10 @@ class TieringManager(BlockingCalls):
         self.primary.touch(keys)
 
     def finish_request(self, keys: Sequence[BlockKey]) -> None:
-        """A request with these blocks has ended: they become young in every tier, and nothing is promoted for it."""
+        """A request with these blocks has ended: they become young in every tier, and nothing is promoted for it.
+
+        For every request, the aborted ones too: what is promoted for nobody keeps its slot for a moment.
+        """
         self.primary.touch(keys)
         for tier in self._tiers:
             tier.touch(keys)
@@ -308,10 +312,7 @@ class TieringManager(BlockingCalls):
     def _look(self, key: BlockKey, now: float, unknown: list[BlockKey]) -> LookupResult:
         slot = self.primary.get(key)
         if slot is not None:
-            if not slot.ready:
-                return LookupResult.HIT_PENDING
-            self._keep(slot, now)
-            return LookupResult.HIT
+            return LookupResult.HIT if slot.ready else LookupResult.HIT_PENDING
         standing = self._promotions.standing(key, now)
         if standing is None:
             self.namespace.check_key(key)
@@ -319,11 +320,18 @@ class TieringManager(BlockingCalls):
             return LookupResult.RETRY
         return standing
 
-    def _keep(self, slot: Slot, now: float) -> None:
-        """Promise a HIT to who asked: a pin that ends by itself."""
-        if self._held.pop(slot, None) is None:
-            self.primary.pin(slot)
-        self._held[slot] = now + self._hold
+    def _keep_front(self, keys: Sequence[BlockKey], answers: Sequence[LookupResult], now: float) -> None:
+        """Promise the HITs up to the first gap: pins that end by themselves.
+
+        Those behind a gap are of no use before it is filled, and may be what has to make room for that.
+        """
+        for key, answer in zip(keys, answers, strict=True):
+            slot = self.primary.get(key)
+            if slot is None or answer is not LookupResult.HIT:
+                break
+            if self._held.pop(slot, None) is None:
+                self.primary.pin(slot)
+            self._held[slot] = now + self._hold
 
     def _let_go(self, slot: Slot) -> None:
         if self._held.pop(slot, None) is not None:
