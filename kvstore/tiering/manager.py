@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import ShutdownTimeout
 from kvstore.tiering.blocking import PAUSE, BlockingCalls
+from kvstore.tiering.policy import DEFAULT_POLICY
 from kvstore.tiering.primary import PrimaryTier
 from kvstore.tiering.promotion import Promotions
 from kvstore.tiering.secondary import SecondaryTier
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from kvstore.abc import BlockStore
     from kvstore.namespace import Namespace
+    from kvstore.tiering.policy import PolicyFactory
     from kvstore.tiering.primary import PrimaryStats, Slot
     from kvstore.tiering.secondary import TierReport, TierStats
     from kvstore.types import BlockKey
@@ -76,8 +78,8 @@ class TieringManager(BlockingCalls):
 
     `tiers` are URLs (or mappings, or `TierURL`s), opened here and closed by `close`; open `BlockStore`s, which stay the
     caller's; or `SecondaryTier`s, which `close` closes. They are asked in the order given; every one gets every
-    store. The primary tier is `primary`, or a new one of `primary_slots` slots of the largest group's block; it
-    belongs to one manager.
+    store. The primary tier is `primary`, or a new one of `primary_slots` slots of the largest group's block, under the
+    eviction policy `policy` (see `PrimaryTier`); it belongs to one manager.
 
     - `hold`: seconds for which a HIT is kept from eviction, so that who asked can pin it; every lookup renews it.
     - `slot_timeout`: seconds without any free slot after which blocks that wait for one become misses.
@@ -99,14 +101,17 @@ class TieringManager(BlockingCalls):
         *,
         primary_slots: int | None = None,
         primary: PrimaryTier | None = None,
+        policy: str | PolicyFactory | None = None,
         hold: float = 1.0,
         slot_timeout: float = 1.0,
         miss_age: float = 1.0,
     ) -> None:
         if (primary is None) == (primary_slots is None):
             raise ValueError("a manager needs either primary_slots or a primary tier")
+        if primary is not None and policy is not None:
+            raise ValueError("a primary tier has its policy already: choose it there, or pass primary_slots instead")
         largest = max(layout.nbytes for layout in namespace.layouts)
-        primary = primary or PrimaryTier(primary_slots or 0, largest)
+        primary = primary or PrimaryTier(primary_slots or 0, largest, policy=policy or DEFAULT_POLICY)
         if primary.slot_bytes < largest:
             raise ValueError(f"the primary tier has slots of {primary.slot_bytes} bytes, blocks have up to {largest}")
         self.namespace = namespace
@@ -209,7 +214,7 @@ class TieringManager(BlockingCalls):
             self.primary.unpin(slot)
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """Make blocks young for eviction from the primary tier; unknown keys are passed over."""
+        """A use, for eviction from the primary tier only; blocks that are not ready there are passed over."""
         self.primary.touch(keys)
 
     def finish_request(self, keys: Sequence[BlockKey]) -> None:
@@ -217,10 +222,10 @@ class TieringManager(BlockingCalls):
 
         For every request, the aborted ones too: what is promoted for nobody keeps its slot for a moment.
         """
+        self.forget(keys)
         self.primary.touch(keys)
         for tier in self._tiers:
             tier.touch(keys)
-        self.forget(keys)
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
         """Nobody waits for these blocks any more; who asks next is told anew, not what was the answer a moment ago."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from kvstore.tiering.policy.lru import LRU
+from kvstore.tiering.policy import DEFAULT_POLICY, make_policy
 from kvstore.types import NO_PARENT, NO_POSITION
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvstore.tiering.policy import EvictionPolicy
+    from kvstore.tiering.policy import PolicyFactory
     from kvstore.types import BlockKey
 
 __all__ = ["PrimaryStats", "PrimaryTier", "Slot"]
@@ -70,7 +70,10 @@ class PrimaryTier:
     asynchronous; `page_lock=False` leaves that out, `True` insists on it (`RuntimeError` where it cannot be had). It
     stays mapped as long as anything refers to a view of it.
 
-    Raises `ValueError` for sizes below one, `MemoryError` or `OSError` when the memory is not to be had.
+    `policy` chooses the block to evict: `lru`, `arc`, or a callable that makes one (see `kvstore.tiering.policy`).
+
+    Raises `ValueError` for sizes below one, `ConfigurationError` for an unknown policy, `MemoryError` or `OSError` when
+    the memory is not to be had.
 
     Threads: one, the manager's, makes all calls. Views may be read and written on any.
     """
@@ -80,17 +83,17 @@ class PrimaryTier:
         slots: int,
         slot_bytes: int,
         *,
-        policy: EvictionPolicy | None = None,
+        policy: str | PolicyFactory = DEFAULT_POLICY,
         page_lock: bool | None = None,
     ) -> None:
         if slots < 1 or slot_bytes < 1:
             raise ValueError(f"a primary tier of {slots} slots of {slot_bytes} bytes: both must be at least 1")
+        self._policy = make_policy(policy, slots)
         self.slots = slots
         self.slot_bytes = slot_bytes
         self._stride = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._pool = _page_aligned(slots * self._stride)
         self.page_locked = _page_lock(self._pool, page_lock)
-        self._policy = policy or LRU()
         self._free = list(range(slots - 1, -1, -1))
         self._by_key: dict[BlockKey, Slot] = {}
         self._evictable = 0
@@ -121,12 +124,11 @@ class PrimaryTier:
         self._policy.added(slot.key)
 
     def pin(self, slot: Slot) -> None:
-        """Keep a slot that holds a block until `unpin`; counts as a use."""
+        """Keep a slot that holds a block until `unpin`."""
         if slot.pins == 0:
             self._evictable -= 1
+            self._policy.pinned(slot.key)
         slot.pins += 1
-        if slot.ready:
-            self._policy.touched(slot.key)
 
     def unpin(self, slot: Slot) -> None:
         """Take back one pin. The last one makes the block evictable, or frees the slot if it was discarded."""
@@ -136,6 +138,7 @@ class PrimaryTier:
         if slot.pins == 0:
             if slot.ready:
                 self._evictable += 1
+                self._policy.unpinned(slot.key)
             else:
                 self.discard(slot)
                 self._free.append(slot.index)
@@ -149,8 +152,11 @@ class PrimaryTier:
             self._policy.removed(slot.key)
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """Make ready blocks young; others are passed over."""
-        for key in keys:
+        """A request with these blocks has ended: ready ones become young, the first youngest; others are passed over.
+
+        Without the front of a prefix its end is of no use, so the end leaves first.
+        """
+        for key in reversed(keys):
             slot = self._by_key.get(key)
             if slot is not None and slot.ready:
                 self._policy.touched(key)
@@ -171,11 +177,13 @@ class PrimaryTier:
         )
 
     def _evict(self) -> bool:
-        if not self._evictable:
+        key = self._policy.evict() if self._evictable else None
+        if key is None:
             return False
-        slot = next(slot for key in self._policy.victims() if (slot := self._by_key[key]).pins == 0)
-        self._policy.removed(slot.key)
-        del self._by_key[slot.key]
+        slot = self._by_key.get(key)
+        if slot is None or slot.pins:
+            raise RuntimeError(f"{type(self._policy).__name__} chose to evict {key!r}, which is pinned or not here")
+        del self._by_key[key]
         self._free.append(slot.index)
         self._evictable -= 1
         self._evictions += 1

@@ -1,4 +1,4 @@
-"""Least recently used: the block that was not touched for longest leaves first."""
+"""Least recently used: the block that nobody used for longest leaves first."""
 
 from __future__ import annotations
 
@@ -6,27 +6,33 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from kvstore.types import BlockKey
 
 __all__ = ["LRU"]
 
 
 class LRU:
-    """An `EvictionPolicy` in the order of use. A pin is a use, so few pinned blocks stand among the first victims."""
+    """An `EvictionPolicy` in the order of use; the end of a pin is the end of a use."""
 
-    def __init__(self) -> None:
+    def __init__(self, slots: int) -> None:
+        del slots  # it remembers nothing but the blocks themselves
         self._order: OrderedDict[BlockKey, None] = OrderedDict()
 
     def added(self, key: BlockKey) -> None:
-        self._order[key] = None
+        """Nothing to do before it is unpinned."""
 
     def touched(self, key: BlockKey) -> None:
-        self._order.move_to_end(key)
+        if key in self._order:
+            self._order.move_to_end(key)
 
-    def removed(self, key: BlockKey) -> None:
+    def pinned(self, key: BlockKey) -> None:
         del self._order[key]
 
-    def victims(self) -> Iterator[BlockKey]:
-        return iter(self._order)
+    def unpinned(self, key: BlockKey) -> None:
+        self._order[key] = None
+
+    def removed(self, key: BlockKey) -> None:
+        self._order.pop(key, None)
+
+    def evict(self) -> BlockKey | None:
+        return self._order.popitem(last=False)[0] if self._order else None
