@@ -1,7 +1,16 @@
 """Shape, dtype and order of the bytes in a block, and views of a block as an array without a copy.
 
-The canonical layout is (layer, kv, token, head, dim) with all heads, as if tensor-parallel size were 1: what one
-topology wrote another can read. An engine whose layout is its own secret uses the opaque one, (byte).
+The canonical layout has all layers and all heads, as if tensor-parallel size were 1: what one topology wrote another
+can read (`kvstore.shards` gives each rank its part). Which axes it has depends on the kind of attention:
+
+    heads of keys and values (MHA, GQA, MQA)   (layer, kv, token, head, dim)    `BlockLayout.canonical`
+    latent attention (MLA)                     (layer, token, latent)           `BlockLayout.latent`
+    state space (no token axis)                e.g. (layer, head, dim, state)   `BlockLayout(dtype, axes, shape)`
+    an engine's own secret                     (byte)                           `BlockLayout.opaque`
+
+A model that mixes them has one layout per KV-cache group. `layer` counts the layers of the group; axes called `head`,
+`latent` and `layer` mean the same in every layout, other names are the engine's. FP8 elements are stored as they are;
+scales that are not part of the weights belong in `Namespace.extra`, or in a group of their own.
 """
 
 from __future__ import annotations
@@ -21,12 +30,25 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-__all__ = ["CANONICAL_AXES", "DTYPES", "BlockLayout", "as_bytes"]
+__all__ = ["CANONICAL_AXES", "DTYPES", "LATENT_AXES", "BlockLayout", "as_bytes"]
 
 CANONICAL_AXES = ("layer", "kv", "token", "head", "dim")
+LATENT_AXES = ("layer", "token", "latent")
 
-DTYPES: Mapping[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4, "uint8": 1}
-"""Element types a block may have, with their size in bytes. Multi-byte elements are little-endian."""
+DTYPES: Mapping[str, int] = {
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+"""Element types a block may have, with their size in bytes. Multi-byte elements are little-endian.
+
+The names are those of torch, `ml_dtypes` and zarr (`float8_e4m3fn` as tensorstore has it: the registry of zarr
+extensions does not list it).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +76,11 @@ class BlockLayout:
         return cls(dtype, CANONICAL_AXES, (layers, 2, tokens, heads, head_dim))
 
     @classmethod
+    def latent(cls, *, layers: int, tokens: int, latent: int, dtype: str) -> BlockLayout:
+        """Latent attention (MLA): per token and layer one vector of `latent` elements, its rotary part included."""
+        return cls(dtype, LATENT_AXES, (layers, tokens, latent))
+
+    @classmethod
     def opaque(cls, nbytes: int) -> BlockLayout:
         """`nbytes` bytes whose meaning only the engine knows."""
         return cls("uint8", ("byte",), (nbytes,))
@@ -65,12 +92,12 @@ class BlockLayout:
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """The element type for numpy; bfloat16 comes from `ml_dtypes`."""
-        if self.dtype == "bfloat16":
+        """The element type for numpy; bfloat16 and the FP8 types come from `ml_dtypes`."""
+        if self.dtype.startswith(("bfloat", "float8")):
             import ml_dtypes
 
-            bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-            return bfloat16
+            extension: np.dtype[Any] = np.dtype(getattr(ml_dtypes, self.dtype))
+            return extension
         return np.dtype(self.dtype).newbyteorder("<")
 
     def to_numpy(self, block: Buffer) -> NDArray[Any]:

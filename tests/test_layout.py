@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvstore import BlockLayout
 from kvstore.errors import InvalidBlockError
-from kvstore.layout import CANONICAL_AXES, DTYPES, as_bytes
+from kvstore.layout import CANONICAL_AXES, DTYPES, LATENT_AXES, as_bytes
 
 CANONICAL = BlockLayout.canonical(layers=3, tokens=4, heads=2, head_dim=8, dtype="float16")
 
@@ -21,7 +21,22 @@ def test_the_canonical_layout_is_layer_kv_token_head_dim_with_keys_before_values
     assert CANONICAL.nbytes == 3 * 2 * 4 * 2 * 8 * 2
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("float16", 2), ("bfloat16", 2), ("float32", 4), ("uint8", 1)])
+SIZES = {
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+
+
+def test_these_are_the_element_types() -> None:
+    assert dict(DTYPES) == SIZES
+
+
+@pytest.mark.parametrize(("dtype", "size"), SIZES.items())
 def test_a_block_has_the_bytes_of_its_elements(dtype: str, size: int) -> None:
     layout = BlockLayout.canonical(layers=1, tokens=2, heads=3, head_dim=5, dtype=dtype)
     assert layout.nbytes == 60 * size
@@ -39,19 +54,36 @@ def test_bfloat16_is_the_usual_one() -> None:
     assert BlockLayout("bfloat16", ("x",), (4,)).numpy_dtype == ml_dtypes.bfloat16
 
 
-def test_numpy_and_torch_views_share_the_blocks_memory() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "byte", "value"),
+    [("float8_e4m3fn", 0x38, 1.0), ("float8_e4m3fn", 0x7E, 448.0), ("float8_e5m2", 0x3C, 1.0), ("int8", 0xFF, -1.0)],
+)
+def test_a_byte_means_the_same_to_numpy_and_to_torch(dtype: str, byte: int, value: float) -> None:
+    layout = BlockLayout(dtype, ("x",), (1,))
+    assert float(layout.to_numpy(bytes([byte]))[0]) == value
+    pytest.importorskip("torch")
+    assert float(layout.to_torch(bytearray([byte]))[0]) == value
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in SIZES if dtype != "uint8"])
+@pytest.mark.parametrize("kind", ["heads", "latent", "state"])
+def test_numpy_and_torch_views_share_the_blocks_memory(dtype: str, kind: str) -> None:
     torch = pytest.importorskip("torch")
-    for dtype in ("float16", "bfloat16", "float32"):
-        layout = BlockLayout.canonical(layers=2, tokens=4, heads=2, head_dim=8, dtype=dtype)
-        block = bytearray(layout.nbytes)
-        array, tensor = layout.to_numpy(block), layout.to_torch(block)
-        array[1, 0, 3, 1, 7] = 2.5
-        assert tensor.shape == layout.shape
-        assert tensor.dtype == getattr(torch, dtype)
-        assert float(tensor[1, 0, 3, 1, 7]) == 2.5
-        tensor[0, 1, 0, 0, 0] = -4
-        assert float(array[0, 1, 0, 0, 0]) == -4
-        assert bytes(block).count(0) < len(block)
+    layout = {
+        "heads": BlockLayout.canonical(layers=2, tokens=4, heads=2, head_dim=8, dtype=dtype),
+        "latent": BlockLayout.latent(layers=2, tokens=4, latent=24, dtype=dtype),
+        "state": BlockLayout(dtype, ("layer", "head", "dim", "state"), (2, 3, 4, 5)),
+    }[kind]
+    block = bytearray(layout.nbytes)
+    array, tensor = layout.to_numpy(block), layout.to_torch(block)
+    last = tuple(extent - 1 for extent in layout.shape)
+    array[last] = 3
+    assert tensor.shape == array.shape == layout.shape
+    assert tensor.dtype == getattr(torch, dtype)
+    assert float(tensor[last]) == 3
+    tensor.select(0, 0).view(-1)[1:2].copy_(torch.tensor([-4.0]))
+    assert float(array.reshape(-1)[1]) == -4
+    assert np.flatnonzero(np.frombuffer(block, np.uint8)).max() == len(block) - 1
 
 
 def test_a_read_only_buffer_gives_a_read_only_array_and_no_tensor() -> None:
@@ -92,6 +124,12 @@ def test_a_layout_that_makes_no_sense_is_refused(
 def test_a_layout_survives_its_manifest(dtype: str, shape: list[int]) -> None:
     layout = BlockLayout(dtype, tuple(f"axis{i}" for i in range(len(shape))), tuple(shape))
     assert BlockLayout.from_manifest(layout.to_manifest()) == layout
+
+
+def test_the_latent_layout_has_neither_kv_nor_heads() -> None:
+    layout = BlockLayout.latent(layers=61, tokens=64, latent=576, dtype="float8_e4m3fn")
+    assert layout.axes == LATENT_AXES == ("layer", "token", "latent")
+    assert layout.nbytes == 61 * 64 * 576
 
 
 def test_the_opaque_layout_is_bytes() -> None:
