@@ -106,9 +106,6 @@ def clear_away(tier: LocalTier, taken: Sequence[Held], drafts: Iterator[tuple[in
     heirs = {
         matching.pop().victim.address: path for file_bytes, path in drafts if (matching := by_size.get(file_bytes))
     }
-    for held in taken:
-        if held.fd >= 0 and held.victim.address not in heirs:
-            os.ftruncate(held.fd, 0)
     recycled: dict[str, int] = {}
     if not taken:
         return recycled
@@ -117,12 +114,15 @@ def clear_away(tier: LocalTier, taken: Sequence[Held], drafts: Iterator[tuple[in
             heir = heirs.get(held.victim.address)
             if held.fd < 0:
                 continue
-            if inode_of(held.path) != held.inode:  # replaced since by a newer copy, which unlinked it
-                os.ftruncate(held.fd, 0)
-            elif heir is None:
+            if inode_of(held.path) != held.inode:
+                continue  # replaced since by a newer copy, which unlinked it
+            if heir is None:
                 os.unlink(held.path)
             else:
                 os.rename(held.path, heir)
                 recycled[heir], held.fd = held.fd, -1
+    for held in taken:
+        if held.fd >= 0:  # no name any more, and nobody who has it open may keep the space
+            os.ftruncate(held.fd, 0)
     let_go(tier, taken)
     return recycled

@@ -1,8 +1,8 @@
 """Taking blocks away: on request, when damaged, and what the dead left. Evictions are part of a put (`eviction`).
 
 The order, so that a kill leaks nothing and no late removal hits a newer copy: under the name's lock, the entry goes in
-the transaction that records an intent; then the file is cut to nothing, so that whoever has it open does not keep the
-space, and unlinked; then the intent goes.
+the transaction that records an intent; then the file is unlinked and cut to nothing, in this order, so that no name
+stands for less than a whole block and nobody who has it open keeps the space; then the intent goes.
 """
 
 # ruff: noqa: PTH108, PTH116, PTH208 - plain strings: a Path costs more than the system call it is made for
@@ -56,8 +56,9 @@ def erase(path: str) -> None:
             except BlockingIOError:
                 time.sleep(0.001)
                 continue
+            os.unlink(path)
             os.ftruncate(fd, 0)
-            break
+            return
         os.unlink(path)
     finally:
         release(fd)
