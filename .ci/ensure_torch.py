@@ -15,7 +15,7 @@ from share_packages import share
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install")
-FIND = "import importlib.metadata as m, sysconfig; m.version('torch'); print(sysconfig.get_path('purelib'))"
+FIND = "import importlib.metadata as m; t = m.distribution('torch'); print(t.version, t.locate_file(''))"
 LARGE = 1 << 30
 
 
@@ -31,8 +31,9 @@ def main() -> int:
         return 0
     found = subprocess.run([given.python, "-c", FIND], capture_output=True, text=True)
     if found.returncode == 0:
-        share(found.stdout.strip())
-        print(f"using torch {installed()} of {given.python}")
+        version, _, folder = found.stdout.strip().partition(" ")
+        share(folder)
+        print(f"using torch {version} of {given.python}")
         return 0
     if given.index:
         # torch alone from there, so that the index need not carry numpy and the rest.
