@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvstore.abc import BlockStore
 from kvstore.registry import open_store
@@ -22,7 +23,6 @@ from kvstore.types import GetOutcome, PutOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from typing import Any
 
     from kvstore.namespace import Namespace
     from kvstore.tiering.primary import Slot
@@ -127,7 +127,7 @@ class SecondaryTier:
         self._live: dict[Transfer, None] = {}
         self._backlog = 0
         self._closed = False
-        self._stats = TierStats(self.url)
+        self._counts: defaultdict[str, Any] = defaultdict(int)
         self._told: set[str] = set()
 
     # Notes, taken at once and handed on by `submit`.
@@ -202,7 +202,7 @@ class SecondaryTier:
 
     def stats(self) -> TierStats:
         """Counters of this moment."""
-        return replace(self._stats, backlog_bytes=self._backlog)
+        return TierStats(self.url, **self._counts, backlog_bytes=self._backlog)
 
     def cancel(self) -> TierReport:
         """Take no more, and drop every transfer that has not started: stores are shed, loads failed."""
@@ -377,4 +377,5 @@ class SecondaryTier:
             log.warning(f"%s: {message} (said once; see the counters)", self.url, *values)
 
     def _count(self, **more: float) -> None:
-        self._stats = replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()})
+        for name, number in more.items():
+            self._counts[name] += number

@@ -33,10 +33,16 @@ class Job(ABC):
 
     def __init__(self) -> None:
         self.submitted = 0.0
-        self.started = False
-        self.live = True
         self.seconds = 0.0
         self.error: BaseException | None = None
+        self._unclaimed = [True]
+
+    def claim(self) -> bool:
+        """True for the first who calls it: a thread that is going to run the job, or who cancels it."""
+        try:
+            return self._unclaimed.pop()  # atomic, unlike a test followed by an assignment
+        except IndexError:
+            return False
 
     @abstractmethod
     def work(self) -> None:
@@ -63,14 +69,14 @@ class TransferPool(Generic[J]):
             raise ValueError(f"a transfer pool needs at least one thread, not {threads}")
         self.threads = threads
         self.patient_threads = max(1, threads - 1)
-        self._lock = threading.Lock()
+        self._taking = threading.Lock()  # between the pool's threads only
         self._urgent: deque[J] = deque()
         self._patient: deque[J] = deque()
         self._patient_running = 0
         self._done: deque[J] = deque()
         self._closing = False
-        # A token says "look at the queues". SimpleQueue and Lock are C: a thread woken by a Condition would need the
-        # GIL three times before it starts on its job.
+        # A token says "look at the queues". A queue of the C kind, and no lock that the owner shares: a thread that
+        # loses the GIL while it holds one would keep the owner waiting, and then in line behind every other thread.
         self._tokens: SimpleQueue[None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True) for number in range(threads)
@@ -82,10 +88,9 @@ class TransferPool(Generic[J]):
         """Queue a job. After `close` it is cancelled at once."""
         job.submitted = time.monotonic()
         if self._closing:
-            job.live = False
+            job.claim()
             return
-        with self._lock:
-            (self._urgent if job.urgent else self._patient).append(job)
+        (self._urgent if job.urgent else self._patient).append(job)
         self._tokens.put(None)
 
     def collect(self) -> list[J]:
@@ -96,13 +101,8 @@ class TransferPool(Generic[J]):
         return ended
 
     def cancel(self, job: J) -> bool:
-        """Take a job that has not started out of the queue; False when it runs or has ended."""
-        with self._lock:
-            if job.started or not job.live:
-                return False
-            job.live = False
-            (self._urgent if job.urgent else self._patient).remove(job)
-            return True
+        """Keep a job from starting; False when it runs or has ended."""
+        return job.claim()
 
     def close(self, timeout: float) -> bool:
         """Cancel what is queued and wait up to `timeout` seconds for the threads to end; True if all of them did.
@@ -111,11 +111,8 @@ class TransferPool(Generic[J]):
         """
         deadline = time.monotonic() + timeout
         self._closing = True
-        with self._lock:
-            for job in (*self._urgent, *self._patient):
-                job.live = False
-            self._urgent.clear()
-            self._patient.clear()
+        for job in (*self._urgent, *self._patient):
+            job.claim()
         for _ in self._threads:
             self._tokens.put(None)
         for thread in self._threads:
@@ -126,24 +123,22 @@ class TransferPool(Generic[J]):
         while not self._closing:
             self._tokens.get()
             while (job := self._take()) is not None:
-                job.run()
-                self._give(job)
+                if job.claim():
+                    job.run()
+                    self._done.append(job)
+                self._ended(job)
                 del job  # an idle thread keeps no buffer alive
 
     def _take(self) -> J | None:
-        with self._lock:
+        with self._taking:
             if self._urgent:
-                job = self._urgent.popleft()
-            elif self._patient and self._patient_running < self.patient_threads:
-                job = self._patient.popleft()
+                return self._urgent.popleft()
+            if self._patient and self._patient_running < self.patient_threads:
                 self._patient_running += 1
-            else:
-                return None
-            job.started = True
-            return job
+                return self._patient.popleft()
+            return None
 
-    def _give(self, job: J) -> None:
+    def _ended(self, job: J) -> None:
         if not job.urgent:
-            with self._lock:
+            with self._taking:
                 self._patient_running -= 1
-        self._done.append(job)
