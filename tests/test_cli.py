@@ -29,6 +29,7 @@ ROOT = Path(__file__).parent.parent
 MODEL = Namespace("org/model", "revision-1", (BlockLayout.opaque(8192), BlockLayout.opaque(4096)), block_tokens=4)
 OTHER = Namespace("org/other", "revision-1", (BlockLayout.opaque(4096),), block_tokens=4)
 KEYS = block_keys(range(40), 4)
+QUICK = ("--total", "512KiB", "--block-bytes", "64KiB", "--threads", "3", "--rounds", "2")
 
 
 @pytest.fixture(scope="module")
@@ -252,6 +253,86 @@ def test_looking_changes_nothing_and_creates_nothing(
     capsys.readouterr()
 
 
+# The backends that are shipped
+
+
+@pytest.fixture(params=["file", "lmdb"])
+def shipped(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A tier of two blocks on a shipped backend; the second is filled with nines."""
+    url = f"{request.param}://{tmp_path}/tier"
+    with kvstore.open_store(url) as store:
+        blocks = [BlockWrite(key, np.full(65536, fill, np.uint8)) for key, fill in zip(KEYS[:2], (1, 9), strict=True)]
+        store.put_many(LARGE, blocks)
+    return url
+
+
+LARGE = Namespace("org/large", "revision-1", (BlockLayout.opaque(65536),), block_tokens=4)
+
+
+def flip_a_bit(folder: Path, fill: int) -> None:
+    """In the middle of whatever file below `folder` holds a block filled with `fill`."""
+    for file in folder.rglob("*"):
+        if file.is_file() and bytes([fill]) * 8192 in (data := file.read_bytes()):
+            place = data.index(bytes([fill]) * 8192) + 5000
+            with file.open("r+b") as opened:
+                opened.seek(place)
+                opened.write(bytes([fill ^ 1]))
+            return
+    raise AssertionError("no file holds the block")
+
+
+def test_a_shipped_backend_is_inspected_like_any_other(
+    shipped: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert machine(capsys, "stat", shipped)["usage"]["blocks"] == 2
+    assert [space["model"] for space in machine(capsys, "ls", shipped)["namespaces"]] == ["org/large"]
+    listed = machine(capsys, "ls", shipped, "--namespace", LARGE.name)["blocks"]
+    assert {block["digest"] for block in listed} == {key.digest.hex() for key in KEYS[:2]}
+    assert machine(capsys, "verify", shipped)["intact"] == 2
+    flip_a_bit(tmp_path / "tier", 9)
+    told = machine(capsys, "verify", shipped, exit_code=EXIT_NOT_INTACT)
+    assert told["corrupt"] == [{"namespace": LARGE.name, "group": 0, "digest": KEYS[1].digest.hex()}]
+    # It is still there to be looked at.
+    assert machine(capsys, "verify", shipped, exit_code=EXIT_NOT_INTACT)["corrupt"] == told["corrupt"]
+    assert machine(capsys, "stat", shipped)["usage"]["blocks"] == 2
+
+
+@pytest.mark.parametrize("command", ["stat", "ls", "verify"])
+@pytest.mark.parametrize("scheme", ["file", "lmdb"])
+def test_a_location_where_nothing_is_stays_that_way(
+    scheme: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    for name in ("nothing", "empty"):
+        assert run([command, f"{scheme}://{tmp_path}/{name}", "--json"]) == EXIT_USAGE
+        said = capsys.readouterr().err
+        assert said.startswith("kvstore: ")
+        assert f"{tmp_path}/{name}" in said
+    assert list(tmp_path.rglob("*")) == [tmp_path / "empty"]
+
+
+@pytest.mark.parametrize("scheme", ["file", "lmdb"])
+def test_bench_of_a_shipped_backend_leaves_nothing_behind(
+    scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mount").mkdir()
+    for name in ("new", "mount"):
+        told = machine(capsys, "bench", f"{scheme}://{tmp_path}/{name}", *QUICK)
+        assert len(told["results"]) == 4
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mount"]
+
+
+def test_bench_beside_blocks_of_others_on_a_shipped_backend_leaves_theirs(
+    shipped: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", shipped, *QUICK]) == EXIT_USAGE
+    assert "--namespace NAME" in capsys.readouterr().err
+    machine(capsys, "bench", shipped, *QUICK, "--namespace", "mine")
+    told = machine(capsys, "verify", shipped)
+    assert (told["blocks"], told["intact"]) == (2, 2)
+    assert [path for path in tmp_path.rglob("*") if "kvstore-bench" in path.name] == []
+
+
 # Errors
 
 
@@ -298,7 +379,6 @@ def test_a_reader_that_leaves_early_is_no_error(tier: str) -> None:
 
 # bench
 
-QUICK = ("--total", "512KiB", "--block-bytes", "64KiB", "--threads", "3", "--rounds", "2")
 KEYS_OF_A_FIGURE = {
     "op",
     "contestant",
