@@ -44,9 +44,9 @@ class ShardedStores:
     `timeout` seconds after its slot was given is given up.
 
     A block that is given up (a rank failed, is lost, or is late) is not stored: requests behind it are released to
-    recompute at once. Its slot is given back when no rank can be writing into it any more, and until then the key is not
-    stored again. Nobody but the rank knows whether its copy is still under way: one that never reports has to be declared
-    lost (`rank_lost`).
+    recompute at once. Its slot is given back when no rank can be writing into it any more, and until then the key is
+    not stored again. Nobody but the rank knows whether its copy is still under way: one that never reports has to be
+    declared lost (`rank_lost`).
 
     Raises `ValueError` when `shards` are not those of the namespace's layouts.
     Threads: the manager's.
