@@ -73,7 +73,7 @@ def _check_namespace(folder: Path, findings: Findings) -> None:
     attributes = json.loads((folder / "zarr.json").read_text())["attributes"]["kvstore"]
     space = attributes["namespace"]
     fingerprint = bytes.fromhex(folder.name)
-    sizes = [int(np.prod(layout["shape"])) * _ITEM_BYTES[layout["dtype"]] for layout in space["layouts"]]
+    sizes = [_layout_bytes(layout) for layout in space["layouts"]]
     suffixes = [".0" * len(layout["shape"]) for layout in space["layouts"]]
     widths = attributes["digest_words"]["bytes"]
     if sum(widths) + 1 != space["digest_bytes"]:
@@ -90,6 +90,10 @@ def _check_namespace(folder: Path, findings: Findings) -> None:
 
 
 _ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "uint8": 1}
+
+
+def _layout_bytes(layout: dict[str, Any]) -> int:
+    return int(np.prod(layout["shape"])) * _ITEM_BYTES[layout["dtype"]]
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -156,12 +160,15 @@ class Books:
 
 def read_books(directory: Path) -> Books:
     """The catalogue in the LMDB environment `directory`, read past kvstore; safe beside live users."""
+    return _books(_tables(directory, *_DATABASES))
+
+
+def _tables(directory: Path, *names: bytes) -> dict[bytes, dict[bytes, bytes]]:
     with (
         lmdb.open(str(directory), readonly=True, max_dbs=16, create=False, map_size=MAP_SIZE) as environment,
         environment.begin() as txn,
     ):
-        tables = {name: dict(_table(environment, txn, name)) for name in _DATABASES}
-    return _books(tables)
+        return {name: dict(_table(environment, txn, name)) for name in names}
 
 
 def _table(environment: lmdb.Environment, txn: lmdb.Transaction, name: bytes) -> Iterator[tuple[bytes, bytes]]:
@@ -203,8 +210,51 @@ def check_file_tier(root: Path, settled: bool, *, catalogue: Path) -> Verdict:
     wrong = findings.wrong + books.wrong
     if settled:
         wrong += _unsettled(books, findings.blocks)
+        wrong += ["generations differ"] * (findings.generations != books.generations)
         wrong += [f"left over: {name}" for name in findings.strangers]
     return Verdict(len(findings.blocks), sum(findings.blocks.values()), wrong)
+
+
+# lmdb://
+
+_HEADER = struct.Struct("<8sHHHH16s64sQQI")
+_HEADER_FIELDS = ("magic", "version", "group", "digest_bytes", "flags", "fingerprint", "digest", "payload_bytes",
+                  "created", "payload_checksum")  # fmt: skip
+_HEADER_BYTES = 128
+
+
+def check_lmdb_tier(root: Path, settled: bool) -> Verdict:
+    """An `lmdb://` tier of which nobody is a user. Its books must close at any time: there are no steps in between."""
+    del settled
+    tables = _tables(root, *_DATABASES, b"blocks")
+    books = _books(tables)
+    wrong = books.wrong
+    spaces = {fingerprint: json.loads(manifest) for fingerprint, manifest in tables[b"namespaces"].items()}
+    for place, value in tables[b"blocks"].items():
+        layout = spaces[place[:16]]["layouts"][struct.unpack(">H", place[16:18])[0]]
+        problems = _entry_problems(place, value, _layout_bytes(layout))
+        if problems:
+            wrong.append(f"{place.hex()}: {', '.join(problems)}")
+    occupied = {place: -(-(16 + len(value)) // PAGE) * PAGE for place, value in tables[b"blocks"].items()}
+    return Verdict(len(occupied), sum(occupied.values()), wrong + _unsettled(books, occupied))
+
+
+def _entry_problems(place: bytes, value: bytes, size: int) -> list[str]:
+    fingerprint, (group,), digest = place[:16], struct.unpack(">H", place[16:18]), place[18:]
+    header, payload = value[:_HEADER_BYTES], value[_HEADER_BYTES:]
+    if len(header) < _HEADER_BYTES:
+        return ["too short"]
+    fields: dict[str, Any] = dict(zip(_HEADER_FIELDS, _HEADER.unpack_from(header), strict=True))
+    expected = {"magic": b"kvblock\0", "version": 0, "group": group, "digest_bytes": len(digest),
+                "fingerprint": fingerprint, "digest": digest.ljust(64, b"\0"), "payload_bytes": size,
+                "payload_checksum": crc(payload)}  # fmt: skip
+    problems = [name for name, right in expected.items() if fields[name] != right]
+    problems += ["header checksum"] * (struct.unpack_from("<I", header, _HEADER.size)[0] != crc(header[: _HEADER.size]))
+    problems += ["payload"] * (payload != content(fingerprint, group, digest, size).tobytes())
+    return problems
+
+
+# Both
 
 
 def _unsettled(books: Books, blocks: dict[bytes, int]) -> list[str]:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from observer import Observation
 
 SEATS = 8
-WAIT_FOR_PUT_S = 1.0
+PATIENCE_S = 1.0
+"""How long a round waits for its moment."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,13 @@ class Crew:
         self._workers: dict[int, ForkServerProcess] = {}
 
     def inside_put(self, seat: int) -> bool:
-        return bool(self.board[seat * len(COUNTS)])
+        return bool(self._of("inside")[seat])
 
     def start(self) -> None:
         """Fill every empty seat."""
         for seat in set(range(SEATS)) - self._workers.keys():
-            self.board[seat * len(COUNTS)] = 0
+            for name in ("inside", "opened"):
+                self.board[seat * len(COUNTS) + COUNTS.index(name)] = 0
             arguments = (self.site.url, self.site.open_options(), seat, self.chance.getrandbits(32), self.board)
             self._workers[seat] = self._context.Process(target=worker.work, args=(*arguments, self.site.complaints))
             self._workers[seat].start()
@@ -109,16 +111,27 @@ class Crew:
             process.close()
         return sum(map(self.inside_put, seats))
 
-    def wait_for_put(self, seat: int) -> None:
-        """Return soon after this worker has begun a put."""
-        deadline = time.monotonic() + WAIT_FOR_PUT_S
-        while not self.inside_put(seat) and time.monotonic() < deadline:
-            time.sleep(0.0003)
+    def wait_for_puts(self, seats: list[int]) -> None:
+        """Return soon after a moment at which most of these workers were inside a put."""
+        self._wait_until(lambda: sum(map(self.inside_put, seats)) >= 0.8 * len(seats))
         time.sleep(self.chance.expovariate(1 / 0.002))
+
+    def wait_until_open(self, seats: list[int]) -> None:
+        """Return when these workers have opened the tier."""
+        self._wait_until(lambda: all(self._of("opened")[seat] for seat in seats))
+
+    def _wait_until(self, moment: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not moment() and time.monotonic() < deadline:
+            time.sleep(0.0003)
+
+    def _of(self, name: str) -> list[int]:
+        """One number of every seat."""
+        return self.board[COUNTS.index(name) :: len(COUNTS)]
 
     def counts(self) -> dict[str, int]:
         """The sums over all seats, the dead included."""
-        return {name: sum(self.board[place :: len(COUNTS)]) for place, name in enumerate(COUNTS) if name != "inside"}
+        return {name: sum(self._of(name)) for name in COUNTS if name not in ("inside", "opened")}
 
 
 @dataclass
@@ -152,9 +165,10 @@ class Campaign:
         return self.report
 
     def _round(self, crew: Crew, seats: list[int]) -> None:
-        time.sleep(crew.chance.uniform(0.0, 0.1))
-        if crew.chance.random() < 0.85:
-            crew.wait_for_put(seats[0])
+        if crew.chance.random() < 0.9:  # else in the midst of starting, or anywhere
+            crew.wait_until_open(seats)
+            time.sleep(crew.chance.uniform(0.0, 0.06))
+            crew.wait_for_puts(seats)
         self.report.rounds += 1
         self.report.kills += len(seats)
         self.report.kills_inside_puts += crew.kill(seats)

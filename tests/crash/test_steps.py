@@ -1,4 +1,4 @@
-"""Dying at each labelled point inside a `file://` put: whole blocks only, nothing lost, and the next user goes on.
+"""Dying at each labelled point inside a `file://` put, and around each system call: whole blocks only, nothing lost.
 
 The campaign in `test_kill` hits these points by chance; here each is hit for sure, alone and beside a survivor.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import checker
 import pytest
@@ -20,15 +20,17 @@ from kvstore import BlockRead, BlockWrite, GetOutcome, PutOutcome, open_store
 from kvstore_zarr.steps import STEPS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from kvstore import BlockStore
 
 CAPACITY = 8 << 20
+PAGE = 4096
 
-OLD, NEW = range(60), range(100, 104)
-"""Blocks that fill the tier beforehand, and the put in which somebody dies, which needs room and so evicts."""
+OLD, NEW = range(60), range(100, 108, 2)
+"""Blocks of two sizes that fill the tier, and the put in which somebody dies: of one size, so that it recycles some
+victims and removes others."""
 
 
 def put(store: BlockStore, numbers: Sequence[int]) -> list[PutOutcome]:
@@ -61,15 +63,39 @@ def die_at(url: str, step: str, times: int) -> None:
         os._exit(3)
 
 
-def let_die(url: str, step: str, times: int) -> None:
+def die_around(url: str, call: str, times: int, after: bool) -> None:
+    """Put NEW, and get killed before or after the `times`-th system call `call`; a write dies half-way."""
+    real, left = getattr(os, call), times
+
+    def fatal(*arguments: Any, **options: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left:
+            return real(*arguments, **options)
+        if call == "pwritev":
+            fd, (first, *_), offset = arguments
+            real(fd, [first[:PAGE]], offset)
+        elif after:
+            real(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    with open_store(url, capacity=CAPACITY) as store:
+        setattr(os, call, fatal)
+        put(store, NEW)
+        os._exit(3)
+
+
+def let_die(target: Callable[..., None], *arguments: object) -> None:
+    """Run `target` in a process of its own, which must be killed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["test_steps", "kvstore_zarr"])
-    process = context.Process(target=die_at, args=(url, step, times))
+    process = context.Process(target=target, args=arguments)
     process.start()
     process.join(30)
     exitcode = process.exitcode
     process.close()
-    assert exitcode == -signal.SIGKILL, f"the put never came to {step!r} for the {times}. time"
+    assert exitcode == -signal.SIGKILL, f"it did not die at {arguments[1:]}, but ended with {exitcode}"
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -79,7 +105,27 @@ def test_whoever_dies_there_leaves_whole_blocks_and_no_debt(tmp_path: Path, step
     url = f"file://{root}"
     with open_store(url, capacity=CAPACITY) as store:
         put(store, OLD)
-    let_die(url, step, times)
+    let_die(die_at, url, step, times)
+    known = check_what_is_left(root)
+    assert (known[0] is GetOutcome.HIT) == (step == "published" or times > 1)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("call", ["rename", "unlink", "ftruncate", "pwritev"])
+def test_whoever_dies_around_a_system_call_leaves_whole_blocks_and_no_debt(
+    tmp_path: Path, call: str, after: bool, times: int
+) -> None:
+    root = tmp_path / "tier"
+    with open_store(f"file://{root}", capacity=CAPACITY) as store:
+        put(store, OLD)
+    let_die(die_around, f"file://{root}", call, times, after)
+    check_what_is_left(root)
+
+
+def check_what_is_left(root: Path) -> list[GetOutcome]:
+    """Nothing torn, nothing owed, nothing over the cap, before and after the next opening; what a get finds of NEW."""
+    url = f"file://{root}"
     assert occupied(root) <= CAPACITY
     assert checker.check_file_tier(root, False, catalogue=root / ".kvstore" / "catalogue").wrong == []
     with open_store(url, capacity=CAPACITY) as store:
@@ -88,12 +134,12 @@ def test_whoever_dies_there_leaves_whole_blocks_and_no_debt(tmp_path: Path, step
         assert all(outcome is GetOutcome.HIT for outcome in get_scanned(store))
         known = get(store, NEW)  # a small cap makes a put several jobs: those before the fatal one are there
         assert known == sorted(known, key=[GetOutcome.HIT, GetOutcome.MISS].index)
-        assert (known[0] is GetOutcome.HIT) == (step == "published" or times > 1)
         assert all(outcome.present for outcome in put(store, NEW))
         assert get(store, NEW) == [GetOutcome.HIT] * len(NEW)
     verdict = checker.check_file_tier(root, True, catalogue=root / ".kvstore" / "catalogue")
     assert verdict.wrong == []
     assert occupied(root) <= CAPACITY
+    return known
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -102,7 +148,7 @@ def test_a_survivor_goes_on_and_reclaims(tmp_path: Path, step: str) -> None:
     url = f"file://{root}"
     with open_store(url, capacity=CAPACITY) as survivor:
         put(survivor, OLD)
-        let_die(url, step, 1)
+        let_die(die_at, url, step, 1)
         assert all(outcome is GetOutcome.HIT for outcome in get_scanned(survivor))
         for start in range(200, 280, 4):  # more than the cap holds: the room that the dead reserved is needed
             assert all(outcome.present for outcome in put(survivor, range(start, start + 4)))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SPACE = Namespace("crash", "1", (BlockLayout.opaque(256 << 10), BlockLayout.opaque(100_000)), block_tokens=16)
 
-KEYS = 160
+KEYS = 400
 FOLDERS = 8
 """First digest bytes in use: each costs a `file://` tier a folder and a document, which a small cap would feel."""
 
@@ -56,7 +56,7 @@ class Worker:
             self.count("opened")
             while True:
                 keys = [block_key(number) for number in self.chance.sample(range(KEYS), self.chance.randint(1, 4))]
-                if self.chance.random() < 0.6:
+                if self.chance.random() < 0.7:
                     blocks = [BlockWrite(key, expected(key)) for key in keys]
                     self.board[self.at["inside"]] = 1
                     outcomes = store.put_many(SPACE, blocks)
