@@ -36,7 +36,7 @@ try:
     from transformers.cache_utils import DynamicLayer
 except ImportError as missing:
     raise MissingDependencyError(
-        f"kvstore.hf needs torch and transformers 5 ({missing}): pip install torch 'transformers>=5'", name=missing.name
+        f"kvstore.hf needs torch and transformers 5 ({missing}): pip install torch 'transformers>=5'"
     ) from missing
 
 if TYPE_CHECKING:
