@@ -446,14 +446,15 @@ class Catalog:
             change.finish()
 
     def note(self, addresses: Iterable[bytes], *, hits: int = 1) -> bool:
-        """These blocks were used now (`hits=0`: touched, not read). True when so many notes wait that the caller
-        should `settle` from a thread that may wait for the write lock.
+        """These blocks were used now (`hits=0`: touched, not read); of several the last is the oldest, so that the end
+        of a prefix goes before its beginning. True when so many notes wait that the caller should `settle` from a
+        thread that may wait for the write lock.
         """
         now = time.time_ns()
         with self._lock:
-            for address in addresses:
+            for index, address in enumerate(addresses):
                 _, before = self._notes.get(address, (0, 0))
-                self._notes[address] = (now, before + hits)
+                self._notes[address] = (now - index, before + hits)
             return len(self._notes) >= SETTLE_DUE
 
     def noted(self, address: bytes) -> int:

@@ -29,7 +29,7 @@ from weakref import WeakSet
 from kvstore.errors import StoreAccessError, StoreFullError, StoreOpenError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Generator
     from typing import Self
 
 __all__ = ["GATE_TIMEOUT_S", "PRESENCE_BYTES", "Presence", "State", "explained", "is_presence_file"]
@@ -173,7 +173,7 @@ class Presence:
         finally:
             os.close(descriptor)
 
-    def dead(self) -> Iterator[bytes]:
+    def dead(self) -> Generator[bytes]:
         """The lease of each user who died; locked while the caller reclaims what it left, then removed.
 
         A lease is removed only when the caller asks for the next one or exhausts the iterator: if reclaiming raises,

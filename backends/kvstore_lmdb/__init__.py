@@ -23,7 +23,7 @@ import numpy as np
 from kvstore.abc import BlockStore, Capabilities
 from kvstore.catalog import Entry, address_of
 from kvstore.errors import StoreClosedError, TierUnavailable
-from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, Usage
+from kvstore.types import NO_POSITION, BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, Usage
 from kvstore.url import CAPACITY, DURABILITY, MODE, READONLY, Option, TierURL
 from kvstore_lmdb.entry import HEADER_BYTES, Bytes, fill, is_intact, read_into, stored_bytes
 from kvstore_lmdb.opening import BLOCKS, Tier, evict, open_tier, tree_bytes
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LMDBStore"]
 
-_ATTEMPTS = 6
-"""How often a put makes room and tries, before it says FULL."""
+_ATTEMPTS = 7
+"""How often a put makes room and tries, before it says FULL; 1, 2, 4, … ms lie between, for readers to end in."""
 
 _TOGETHER = 64
 """Removals in one transaction."""
@@ -111,9 +111,10 @@ class LMDBStore(BlockStore):
             staged.append(_Staged(place, block, payload, address, stored_bytes(payload.nbytes)))
         outcomes = [PutOutcome.FAILED] * len(blocks)
         self._tier.environment.ensure_open()
+        now = time.time_ns()
         if not self._readonly:
             for chunk in _chunks(staged, self._tier.space.chunk):
-                for member, outcome in zip(chunk, self._put(namespace, chunk), strict=True):
+                for member, outcome in zip(chunk, self._put(namespace, chunk, now), strict=True):
                     outcomes[member.place] = outcome
         return outcomes
 
@@ -228,7 +229,7 @@ class LMDBStore(BlockStore):
         known = bool(change.discard([address]))
         return change.txn.delete(address, db=self._blocks) or known
 
-    def _put(self, namespace: Namespace, blocks: list[_Staged]) -> list[PutOutcome]:
+    def _put(self, namespace: Namespace, blocks: list[_Staged], now: int) -> list[PutOutcome]:
         catalog = self._tier.catalog
         try:
             with catalog.read() as snapshot:
@@ -236,22 +237,23 @@ class LMDBStore(BlockStore):
                 totals = snapshot.totals()
             catalog.note((block.address for block, known in zip(blocks, there, strict=True) if known), hits=0)
             fresh = [block for block, known in zip(blocks, there, strict=True) if not known]
-            stored = iter(self._put_fresh(namespace, fresh, totals) if fresh else ())
+            stored = iter(self._put_fresh(namespace, fresh, totals, now) if fresh else ())
         except OSError as error:
             failed = PutOutcome.FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else PutOutcome.FAILED
             return [failed] * len(blocks)
         return [PutOutcome.EXISTS if known else next(stored) for known in there]
 
-    def _put_fresh(self, namespace: Namespace, blocks: list[_Staged], totals: Totals) -> list[PutOutcome]:
+    def _put_fresh(self, namespace: Namespace, blocks: list[_Staged], totals: Totals, now: int) -> list[PutOutcome]:
         space = self._tier.space
         need = sum(block.size for block in blocks)
         if totals.capacity is not None and need + space.slack(need, 0) > totals.capacity - totals.overhead:
             return [PutOutcome.FULL] * len(blocks)
         with self._staging(sum(HEADER_BYTES + block.payload.nbytes for block in blocks)) as memory:
-            now = time.time_ns()
             items: list[_Item] = []
+            end = 0
             for block in blocks:
-                value, memory = np.split(memory, [HEADER_BYTES + block.payload.nbytes])
+                start, end = end, end + HEADER_BYTES + block.payload.nbytes
+                value = memory[start:end]
                 fill(value, namespace, block.block.key, block.payload, now)
                 items.append((block.address, value.data))
             for attempt in range(_ATTEMPTS):
@@ -260,6 +262,7 @@ class LMDBStore(BlockStore):
                     won = self._store(namespace, blocks, items, now)
                 except lmdb.MapFullError:
                     self._ripen()
+                    time.sleep(0.001 * 2**attempt)
                     continue
                 if won is not None:
                     return [PutOutcome.STORED if first else PutOutcome.EXISTS for first in won]
@@ -273,10 +276,7 @@ class LMDBStore(BlockStore):
 
     def _store(self, namespace: Namespace, blocks: list[_Staged], items: list[_Item], now: int) -> list[bool] | None:
         """The transaction of a put: which blocks were new, or None if another process has taken the room."""
-        entries = [
-            Entry(block.address, block.size, now, now, position=block.block.position, parent=bytes(block.block.parent))
-            for block in blocks
-        ]
+        entries = [_entry(block, now) for block in blocks]
         with self._tier.catalog.write() as change:
             room = change.totals().room
             if room is not None and room < sum(block.size for block in blocks):
@@ -308,6 +308,15 @@ class LMDBStore(BlockStore):
         yield memory[:nbytes]
         if len(self._spare) < _SPARE:
             self._spare.append(memory)
+
+
+def _entry(staged: _Staged, now: int) -> Entry:
+    """What the catalogue is to know. A prefix that came at once is to go from its end, for it is of use up to its first
+    gap; blocks whose place is not known go in the order in which they came.
+    """
+    block = staged.block
+    when = now + staged.place if block.position == NO_POSITION else now - block.position
+    return Entry(staged.address, staged.size, when, when, position=block.position, parent=block.parent)
 
 
 def _chunks(blocks: list[_Staged], most: int) -> Iterator[list[_Staged]]:
