@@ -1,35 +1,19 @@
-"""What a local tier knows of its blocks: sizes, ages, chains, totals, and what is in flight. Format version 0.
+"""What a local tier knows of its blocks: sizes, ages, chains, totals, and what is in flight.
 
 `file://` keeps its catalogue beside the blocks; `lmdb://` keeps it in the same environment as their bytes. The
 operations here are parts of a transaction; the backends compose them (plan and find in a `Snapshot`; reserve, publish,
 evict in a `Change`), so that capacity, order and totals are exact over processes and crashes.
 
-**Address**: namespace fingerprint (16 bytes), KV-cache group (u16, big-endian), digest (16 to 64 bytes).
-
-**Databases** (integers little-endian except in keys, where byte order is sort order; times in ns since the epoch;
-fields follow each other without padding):
-
-| database | key | value |
-|---|---|---|
-| `meta` | address | flags u16, parent's length u16, hits u32, size u64, generation u64, created u64, last used u64, position i64, parent |
-| `age` | last used u64 big-endian, address | size u64, generation u64 |
-| `intents` | lease (16 bytes), number u64 big-endian | reserved u64, then what the backend wrote |
-| `namespaces` | fingerprint | the manifest as compact sorted ASCII JSON |
-| `info` | `format` | version u32 |
-| | `totals` | capacity u64 (0: none), blocks u64, used u64, reserved u64, overhead u64, next generation u64, next intent u64 |
-
-`size` is what a block occupies as the device counts it. One `age` entry per `meta` entry, always, so that the front of
-`age` is the next victim.
-"""  # noqa: E501 - a table's row is a line
+What stands in which database, byte by byte: `kvstore.records`.
+"""
 
 from __future__ import annotations
 
 import json
-import struct
 import threading
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvstore.environment import Environment
@@ -40,8 +24,8 @@ from kvstore.errors import (
     StoreDamagedError,
     StoreNotFoundError,
 )
-from kvstore.namespace import FINGERPRINT_BYTES, Namespace
-from kvstore.types import NO_PARENT, NO_POSITION, BlockInfo, BlockKey
+from kvstore.namespace import Namespace
+from kvstore.records import FORMAT_VERSION, NO_CAPACITY, Entry, Intent, Totals, Victim, address_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -64,136 +48,14 @@ __all__ = [
     "stored_capacity",
 ]
 
-FORMAT_VERSION = 0
-
 DATABASES = ("meta", "age", "intents", "namespaces", "info")
 """The named databases that `Environment.open` must be given (a backend may add its own)."""
-
-NO_CAPACITY = 0
-"""How `info` says that the tier has no cap."""
 
 SETTLED_ALONG = 32
 """Notes settled at the end of a write transaction that somebody wanted anyway (4 LMDB calls each)."""
 
 SETTLE_DUE = 256
 """Notes after which `Catalog.note` asks for a `settle`."""
-
-_META = struct.Struct("<HHIQQQQq")
-_AGE = struct.Struct("<QQ")
-_ORDER = struct.Struct(">Q")
-_RESERVED = struct.Struct("<Q")
-_FORMAT = struct.Struct("<I")
-_TOTALS = struct.Struct("<7Q")
-_GROUP = struct.Struct(">H")
-_LEASE_BYTES = 16
-
-
-def address_of(namespace: Namespace, key: BlockKey) -> bytes:
-    """Where `key` stands in the catalogue: fingerprint, group, digest. 34 to 82 bytes."""
-    return namespace.fingerprint + _GROUP.pack(key.group) + key.digest
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """All that the catalogue knows of one block. `size` in bytes as the device counts, times in ns since the epoch."""
-
-    address: bytes
-    size: int
-    created: int
-    last_used: int
-    generation: int = 0
-    """Which written copy of the block this is: a later one has a higher number. 0 where a backend has no need of it."""
-    hits: int = 0
-    position: int = NO_POSITION
-    parent: bytes = NO_PARENT
-    flags: int = 0
-    """None defined in version 0; kept as found."""
-
-    @property
-    def key(self) -> BlockKey:
-        """The block's key within its namespace."""
-        (group,) = _GROUP.unpack_from(self.address, FINGERPRINT_BYTES)
-        return BlockKey(self.address[FINGERPRINT_BYTES + 2 :], group)
-
-    def info(self) -> BlockInfo:
-        """As a store's `scan` reports it."""
-        created, used = self.created / 1e9, self.last_used / 1e9
-        return BlockInfo(self.key, self.size, created, used, self.hits, self.position, self.parent)
-
-    def packed(self) -> bytes:
-        """The value in `meta`."""
-        head = (self.flags, len(self.parent), self.hits, self.size, self.generation, self.created, self.last_used)
-        return _META.pack(*head, self.position) + self.parent
-
-    @classmethod
-    def unpacked(cls, address: bytes, value: memoryview | bytes) -> Entry:
-        """The entry that `packed` made `value` of."""
-        flags, length, hits, size, generation, created, used, position = _META.unpack_from(value)
-        parent = bytes(value[_META.size : _META.size + length])
-        return cls(address, size, created, used, generation, hits, position, parent, flags)
-
-    def age(self) -> tuple[bytes, bytes]:
-        """The item in `age`."""
-        return _ORDER.pack(self.last_used) + self.address, _AGE.pack(self.size, self.generation)
-
-
-@dataclass(frozen=True, slots=True)
-class Victim:
-    """A block as `age` has it: enough to evict it, if it is still as it was (see `Change.evict`)."""
-
-    address: bytes
-    last_used: int
-    size: int
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Sums over the whole tier, exact within one transaction. Bytes as the device counts them."""
-
-    capacity: int | None
-    blocks: int
-    used: int
-    """Sum of `size` over all entries."""
-    reserved: int
-    """Sum of `reserved` over all intents."""
-    overhead: int
-    """What the backend said it keeps aside for everything else (`Change.set_overhead`)."""
-    next_generation: int = 1
-    next_intent: int = 0
-
-    @property
-    def room(self) -> int | None:
-        """What may still be reserved: capacity less the rest. Negative when over the cap; None when there is none."""
-        if self.capacity is None:
-            return None
-        return self.capacity - self.used - self.reserved - self.overhead
-
-    def packed(self) -> bytes:
-        """The value in `info`."""
-        sums = (self.blocks, self.used, self.reserved, self.overhead, self.next_generation, self.next_intent)
-        return _TOTALS.pack(self.capacity or NO_CAPACITY, *sums)
-
-    @classmethod
-    def unpacked(cls, value: memoryview | bytes) -> Totals:
-        """The totals that `packed` made `value` of."""
-        capacity, *sums = _TOTALS.unpack(value)
-        return cls(capacity or None, *sums)
-
-
-@dataclass(frozen=True, slots=True)
-class Intent:
-    """What a put or a removal in flight may leave behind if its process dies. `payload` is the backend's business."""
-
-    lease: bytes
-    number: int
-    reserved: int
-    payload: bytes
-
-    @property
-    def name(self) -> bytes:
-        """Its key in `intents`."""
-        return self.lease + _ORDER.pack(self.number)
 
 
 class Snapshot:
@@ -231,8 +93,7 @@ class Snapshot:
         """All blocks, least recently used first; what this process used since (`Catalog.note`) comes at the end."""
         young: list[Victim] = []
         for key, value in self.txn.cursor(self._age).iternext():
-            (last_used,) = _ORDER.unpack_from(key)
-            victim = Victim(bytes(key[_ORDER.size :]), last_used, *_AGE.unpack(value))
+            victim = Victim.unpacked(key, value)
             if self._catalog.noted(victim.address):
                 young.append(victim)
             else:
@@ -255,11 +116,10 @@ class Snapshot:
         found: list[Intent] = []
         cursor = self.txn.cursor(self._intents)
         for key, value in cursor.iternext() if cursor.set_range(lease or b"\0") else ():
-            name = bytes(key)
-            if not name.startswith(lease):
+            intent = Intent.unpacked(key, value)
+            if lease and intent.lease != lease:
                 break
-            (number,), (reserved,) = _ORDER.unpack_from(name, _LEASE_BYTES), _RESERVED.unpack_from(value)
-            found.append(Intent(name[:_LEASE_BYTES], number, reserved, bytes(value[_RESERVED.size :])))
+            found.append(intent)
         return found
 
     def namespaces(self) -> list[Namespace]:
@@ -312,8 +172,7 @@ class Change(Snapshot):
         gone = [
             victim
             for victim in victims
-            if self.txn.delete(_ORDER.pack(victim.last_used) + victim.address, db=self._age)
-            and self.txn.delete(victim.address, db=self._meta)
+            if self.txn.delete(victim.name, db=self._age) and self.txn.delete(victim.address, db=self._meta)
         ]
         self._add(blocks=-len(gone), used=-sum(victim.size for victim in gone))
         return gone
@@ -340,22 +199,23 @@ class Change(Snapshot):
     def reserve(self, lease: bytes, reserved: int, payload: bytes) -> Intent:
         """Record an intent and count its bytes as reserved; whether they fit (`totals().room`) the caller checks."""
         intent = Intent(lease, self._totals.next_intent, reserved, payload)
-        self.txn.put(intent.name, _RESERVED.pack(reserved) + payload, db=self._intents)
+        self.txn.put(intent.name, intent.packed(), db=self._intents)
         self._add(reserved=reserved, next_intent=1)
         return intent
 
     def amend(self, intent: Intent, reserved: int, payload: bytes) -> Intent:
         """Replace an intent by one with the same number and other contents."""
         self.release(intent)
-        self.txn.put(intent.name, _RESERVED.pack(reserved) + payload, db=self._intents)
+        amended = replace(intent, reserved=reserved, payload=payload)
+        self.txn.put(amended.name, amended.packed(), db=self._intents)
         self._add(reserved=reserved)
-        return replace(intent, reserved=reserved, payload=payload)
+        return amended
 
     def release(self, intent: Intent) -> None:
         """Drop an intent and its reservation. One that is gone already is no error and changes nothing."""
         value = self.txn.get(intent.name, db=self._intents)
         if value is not None:
-            (reserved,) = _RESERVED.unpack_from(value)
+            reserved = Intent.unpacked(intent.name, value).reserved
             self.txn.delete(intent.name, db=self._intents)
             self._add(reserved=-reserved)
 
@@ -426,7 +286,7 @@ class Catalog:
             fresh, totals = _agreed(self.environment, txn, capacity, alone=alone)
             info = self.environment.databases["info"]
             if fresh:
-                txn.put(b"format", _FORMAT.pack(FORMAT_VERSION), db=info)
+                txn.put(b"format", FORMAT_VERSION.to_bytes(4, "little"), db=info)
             txn.put(b"totals", totals.packed(), db=info)
         return totals.capacity
 
@@ -506,7 +366,7 @@ def _agreed(
     version, totals = txn.get(b"format", db=info), txn.get(b"totals", db=info)
     if version is None or totals is None:
         return True, Totals(capacity, 0, 0, 0, 0)
-    (found,) = _FORMAT.unpack(version)
+    found = int.from_bytes(version, "little")
     if found > FORMAT_VERSION:
         raise NewerFormatError(
             f"{environment.directory} has format version {found}; this kvstore knows versions up to {FORMAT_VERSION}:"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import lmdb
 import pytest
 
-from kvstore import environment as module
+from kvstore import lmdb_files as module
 from kvstore.environment import LOCK_BYTES, PAGE, Environment, check_filesystem, damage, filesystem_of
 from kvstore.errors import (
     StoreAccessError,

@@ -1,0 +1,105 @@
+"""What can be said of LMDB's files without LMDB: may it be used where they are, and are they sound?
+
+`Environment.open` asks before it hands them over, because LMDB answers damage with a signal.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from lmdb.verify import VerifyError, verify  # pyright: ignore[reportUnknownVariableType]
+
+from kvstore.errors import StoreAccessError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["PAGE", "check_filesystem", "damage", "filesystem_of"]
+
+PAGE = 4096
+"""Bytes in an LMDB page here; also what the device is assumed to allocate at least."""
+
+# Untyped in py-lmdb.
+_verify = cast("Callable[[str], list[str]]", verify)
+
+_NETWORK = re.compile(
+    r"nfs\d?|cifs|smb\w*|ceph|lustre|9p|afs|gpfs|beegfs\w*|orangefs|pvfs2|ocfs2|gfs2|virtiofs|fuse(\..*)?", re.I
+)
+
+
+def filesystem_of(path: Path) -> str:
+    """The type of the file system that the existing `path` is on, as `/proc/self/mountinfo` has it; "" if unknown."""
+    place, found, longest = os.path.realpath(path), "", -1
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text("utf-8", "surrogateescape").splitlines()
+    except OSError:
+        return ""
+    for line in mounts:
+        left, _, right = line.partition(" - ")
+        at = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), left.split(" ")[4])
+        inside = place == at or place.startswith(at.rstrip("/") + "/")
+        if inside and len(at) >= longest:  # of two mounts at one place the later one is seen
+            found, longest = right.split(" ")[0], len(at)
+    return found
+
+
+def check_filesystem(path: Path) -> None:
+    """Raise `StoreAccessError` if the existing `path` is on a network, cluster or FUSE file system.
+
+    LMDB needs coherent shared memory and locks between all users, which such file systems promise poorly or not.
+    """
+    kind = filesystem_of(path)
+    if _NETWORK.fullmatch(kind):
+        raise StoreAccessError(
+            f"{path} is on {kind}, where LMDB's shared memory and locks are not safe: choose a directory on a local"
+            " disk (ext4, xfs, btrfs, tmpfs), or share blocks between machines through an object store or Redis"
+        )
+
+
+_META = struct.Struct("=IIQQ48s48sQQ")  # magic, version, address, map size, free DB, main DB, last page, transaction
+_MAGIC, _VERSION, _META_FLAG = 0xBEEFC0DE, 1, 0x08
+
+
+def damage(directory: Path, *, thorough: bool) -> str | None:
+    """What is wrong with the environment in `directory`, in words; None when it may be opened (or there is none).
+
+    Reads `data.mdb` with plain reads, never through LMDB. Otherwise quick (header pages, length: catches what would
+    be SIGBUS); `thorough` walks every page that is in use (`lmdb.verify`; 0.3 s for 100,000 catalogue entries) and
+    finds every lost write, for use after an unclean close, when nobody has the environment open.
+    Neither sees a flipped byte inside a value: that is what block checksums are for.
+    """
+    path = directory / "data.mdb"
+    try:
+        with path.open("rb") as file:
+            heads = [os.pread(file.fileno(), 16 + _META.size, page * PAGE) for page in (0, 1)]
+            size = os.fstat(file.fileno()).st_size
+        problem = _header_problem(heads, size)
+        if problem is None and thorough:
+            found = _verify(str(directory))
+            problem = f"{found[0]} (and {len(found) - 1} more)" if found else None
+    except FileNotFoundError:
+        return None
+    except VerifyError as error:
+        problem = str(error)
+    return f"{path}: {problem}" if problem else None
+
+
+def _header_problem(heads: list[bytes], size: int) -> str | None:
+    newest, needed = -1, 0
+    for page, head in enumerate(heads):
+        if len(head) < 16 + _META.size:
+            return f"{size} bytes are too few for an environment"
+        number, _, flags = struct.unpack_from("=QHH", head)
+        magic, version, _, _, free, _, last_page, transaction = _META.unpack_from(head, 16)
+        if (number, magic, version) != (page, _MAGIC, _VERSION) or not flags & _META_FLAG:
+            return f"page {page} is not the header of an LMDB 0.9 environment"
+        if int.from_bytes(free[:4], sys.byteorder) != PAGE:
+            return f"its pages are not of {PAGE} bytes"
+        if transaction > newest:
+            newest, needed = transaction, (last_page + 1) * PAGE
+    return f"it was cut to {size} bytes, {needed} are in use" if size < needed else None

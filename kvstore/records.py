@@ -1,0 +1,175 @@
+"""The catalogue's records, as values and as bytes. Format version 0.
+
+**Address**: namespace fingerprint (16 bytes), KV-cache group (u16, big-endian), digest (16 to 64 bytes).
+
+**Databases** (integers little-endian except in keys, where byte order is sort order; times in ns since the epoch;
+fields follow each other without padding):
+
+| database | key | value |
+|---|---|---|
+| `meta` | address | flags u16, parent's length u16, hits u32, size u64, generation u64, created u64, last used u64, position i64, parent |
+| `age` | last used u64 big-endian, address | size u64, generation u64 |
+| `intents` | lease (16 bytes), number u64 big-endian | reserved u64, then what the backend wrote |
+| `namespaces` | fingerprint | the manifest as compact sorted ASCII JSON |
+| `info` | `format` | version u32 |
+| | `totals` | capacity u64 (0: none), blocks u64, used u64, reserved u64, overhead u64, next generation u64, next intent u64 |
+
+`size` is what a block occupies as the device counts it. One `age` entry per `meta` entry, always, so that the front of
+`age` is the next victim.
+"""  # noqa: E501 - a table's row is a line
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.namespace import FINGERPRINT_BYTES
+from kvstore.types import NO_PARENT, NO_POSITION, BlockInfo, BlockKey
+
+if TYPE_CHECKING:
+    from kvstore.namespace import Namespace
+
+__all__ = ["FORMAT_VERSION", "NO_CAPACITY", "Entry", "Intent", "Totals", "Victim", "address_of"]
+
+FORMAT_VERSION = 0
+
+NO_CAPACITY = 0
+"""How `info` says that the tier has no cap."""
+
+_META = struct.Struct("<HHIQQQQq")
+_AGE = struct.Struct("<QQ")
+_ORDER = struct.Struct(">Q")
+_RESERVED = struct.Struct("<Q")
+_TOTALS = struct.Struct("<7Q")
+_GROUP = struct.Struct(">H")
+_LEASE_BYTES = 16
+
+
+def address_of(namespace: Namespace, key: BlockKey) -> bytes:
+    """Where `key` stands in the catalogue: fingerprint, group, digest. 34 to 82 bytes."""
+    return namespace.fingerprint + _GROUP.pack(key.group) + key.digest
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """All that the catalogue knows of one block. `size` in bytes as the device counts, times in ns since the epoch."""
+
+    address: bytes
+    size: int
+    created: int
+    last_used: int
+    generation: int = 0
+    """Which written copy of the block this is: a later one has a higher number. 0 where a backend has no need of it."""
+    hits: int = 0
+    position: int = NO_POSITION
+    parent: bytes = NO_PARENT
+    flags: int = 0
+    """None defined in version 0; kept as found."""
+
+    @property
+    def key(self) -> BlockKey:
+        """The block's key within its namespace."""
+        (group,) = _GROUP.unpack_from(self.address, FINGERPRINT_BYTES)
+        return BlockKey(self.address[FINGERPRINT_BYTES + 2 :], group)
+
+    def info(self) -> BlockInfo:
+        """As a store's `scan` reports it."""
+        created, used = self.created / 1e9, self.last_used / 1e9
+        return BlockInfo(self.key, self.size, created, used, self.hits, self.position, self.parent)
+
+    def packed(self) -> bytes:
+        """The value in `meta`."""
+        head = (self.flags, len(self.parent), self.hits, self.size, self.generation, self.created, self.last_used)
+        return _META.pack(*head, self.position) + self.parent
+
+    @classmethod
+    def unpacked(cls, address: bytes, value: memoryview | bytes) -> Entry:
+        """The entry that `packed` made `value` of."""
+        flags, length, hits, size, generation, created, used, position = _META.unpack_from(value)
+        parent = bytes(value[_META.size : _META.size + length])
+        return cls(address, size, created, used, generation, hits, position, parent, flags)
+
+    def age(self) -> tuple[bytes, bytes]:
+        """The item in `age`."""
+        return _ORDER.pack(self.last_used) + self.address, _AGE.pack(self.size, self.generation)
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A block as `age` has it: enough to evict it, if it is still as it was (see `Change.evict`)."""
+
+    address: bytes
+    last_used: int
+    size: int
+    generation: int
+
+    @property
+    def name(self) -> bytes:
+        """Its key in `age`."""
+        return _ORDER.pack(self.last_used) + self.address
+
+    @classmethod
+    def unpacked(cls, name: memoryview | bytes, value: memoryview | bytes) -> Victim:
+        """The victim whose item in `age` this is."""
+        (last_used,) = _ORDER.unpack_from(name)
+        return cls(bytes(name[_ORDER.size :]), last_used, *_AGE.unpack(value))
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over the whole tier, exact within one transaction. Bytes as the device counts them."""
+
+    capacity: int | None
+    blocks: int
+    used: int
+    """Sum of `size` over all entries."""
+    reserved: int
+    """Sum of `reserved` over all intents."""
+    overhead: int
+    """What the backend said it keeps aside for everything else (`Change.set_overhead`)."""
+    next_generation: int = 1
+    next_intent: int = 0
+
+    @property
+    def room(self) -> int | None:
+        """What may still be reserved: capacity less the rest. Negative when over the cap; None when there is none."""
+        if self.capacity is None:
+            return None
+        return self.capacity - self.used - self.reserved - self.overhead
+
+    def packed(self) -> bytes:
+        """The value in `info`."""
+        sums = (self.blocks, self.used, self.reserved, self.overhead, self.next_generation, self.next_intent)
+        return _TOTALS.pack(self.capacity or NO_CAPACITY, *sums)
+
+    @classmethod
+    def unpacked(cls, value: memoryview | bytes) -> Totals:
+        """The totals that `packed` made `value` of."""
+        capacity, *sums = _TOTALS.unpack(value)
+        return cls(capacity or None, *sums)
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """What a put or a removal in flight may leave behind if its process dies. `payload` is the backend's business."""
+
+    lease: bytes
+    number: int
+    reserved: int
+    payload: bytes
+
+    @property
+    def name(self) -> bytes:
+        """Its key in `intents`."""
+        return self.lease + _ORDER.pack(self.number)
+
+    def packed(self) -> bytes:
+        """The value in `intents`."""
+        return _RESERVED.pack(self.reserved) + self.payload
+
+    @classmethod
+    def unpacked(cls, name: memoryview | bytes, value: memoryview | bytes) -> Intent:
+        """The intent whose item in `intents` this is."""
+        (number,), (reserved,) = _ORDER.unpack_from(name, _LEASE_BYTES), _RESERVED.unpack_from(value)
+        return cls(bytes(name[:_LEASE_BYTES]), number, reserved, bytes(value[_RESERVED.size :]))
