@@ -287,6 +287,8 @@ def _identity(directory: Path) -> tuple[int, int]:
 
 def _free_bytes(directory: Path) -> int:
     status = os.statvfs(directory)
+    if not status.f_blocks:  # ramfs and some others do not say
+        return sys.maxsize
     return status.f_bavail * status.f_frsize
 
 
