@@ -164,7 +164,7 @@ with kvstore.open_store("file://{direct_folder}/tier", io="direct") as store:
     assert done.returncode == 0, done.stderr
     moved = re.findall(rf"(p\w+)\(.*= {MIB + PAGE}$", log.read_text(), re.MULTILINE)
     assert moved == ["pwritev", "preadv"] * 3 or moved == ["pwritev2", "preadv2"] * 3, log.read_text()[-3000:]
-    assert "ftruncate" not in log.read_text()
+    assert "ftruncate" not in log.read_text().partition(f"= {MIB + PAGE}")[2]  # padded, not cut
 
 
 def test_a_thread_keeps_a_bounded_buffer(direct_folder: Path) -> None:

@@ -1,7 +1,7 @@
 """A stock reader in a process that cannot import kvstore: run as `python -I read_block.py` with a JSON job on stdin.
 
-The job: `array` (a folder with a zarr.json), `index` (the block's place), `expected` (a .npy file). Prints JSON: `equal`,
-`missing_is_nan` (zero, for bytes) of the place after it, and `refused`, the error if the block was refused.
+The job: `array` (a folder with a zarr.json), `index` (the block's place), `expected` (a .npy file). Prints JSON:
+`equal`, `missing_is_nan` (zero, for bytes) of the place after it, and `refused`, the error if the block was refused.
 """
 
 from __future__ import annotations
