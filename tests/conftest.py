@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,9 +17,6 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from concurrent.futures import Executor
-    from pathlib import Path
-
-    MountSmallDisk = Callable[..., Path]
 
 settings.register_profile("ci", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ci")
@@ -38,22 +37,20 @@ def fresh_process() -> Iterator[Executor]:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[MountSmallDisk]:
-    """`small_disk(size_bytes)` mounts an empty tmpfs of that size and returns where; skipped where mounting is not permitted."""
-    mounted: list[Path] = []
+def small_disk() -> Iterator[Callable[[int], Path]]:
+    """`small_disk(size_bytes)` mounts an empty tmpfs of that size and returns where; skipped where it must not."""
+    with contextlib.ExitStack() as mounted:
 
-    def mount(size: int) -> Path:
-        if os.geteuid() != 0:
-            pytest.skip("mounting a small file system takes root")
-        path = tmp_path / f"disk{len(mounted)}"
-        path.mkdir()
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "kvstore-test", path], capture_output=True)
-        if done.returncode:
-            pytest.skip(f"mounting is not permitted here: {done.stderr.decode().strip()}")
-        mounted.append(path)
-        return path
+        def mount(size: int) -> Path:
+            if os.geteuid() != 0:
+                pytest.skip("mounting a small file system takes root")
+            # Not below pytest's own folders, which it removes while a run that was killed still has them mounted.
+            path = Path(mounted.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-disk-")))
+            command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "kvstore-test", path]
+            done = subprocess.run(command, capture_output=True, check=False)
+            if done.returncode:
+                pytest.skip(f"mounting is not permitted here: {done.stderr.decode().strip()}")
+            mounted.callback(subprocess.run, ["umount", "-l", path], check=True)
+            return path
 
-    yield mount
-    for path in mounted:
-        with contextlib.suppress(subprocess.CalledProcessError):
-            subprocess.run(["umount", path], check=True, capture_output=True)
+        yield mount

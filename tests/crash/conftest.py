@@ -11,13 +11,12 @@ from disks import Disk, small_disk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
+def disk() -> Iterator[Disk]:
     """Where a campaign takes place."""
-    with small_disk(tmp_path) as found:
+    with small_disk() as found:
         yield found
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 SIZE = "192M"
 
@@ -25,22 +26,27 @@ class Disk:
 
 
 @contextlib.contextmanager
-def small_disk(folder: Path) -> Iterator[Disk]:
+def small_disk() -> Iterator[Disk]:
     """An ext4 of its own on a loop device; else a tmpfs of its own; else a folder among others."""
-    path, image = folder / "disk", folder / "disk.img"
-    path.mkdir()
-    made = os.geteuid() == 0 and _ran("truncate", "-s", SIZE, image) and _ran("mkfs.ext4", "-q", "-F", "-m0", image)
+    # Not below pytest's own folders, which it removes while a run that was killed still has them mounted.
+    with tempfile.TemporaryDirectory(prefix="kvstore-disk-") as folder:
+        path, image = Path(folder) / "disk", Path(folder) / "disk.img"
+        path.mkdir()
+        kind = _mount(path, image)
+        try:
+            yield Disk(path, own=bool(kind), kind=kind or "shared")
+        finally:
+            if kind:
+                _ran("umount", "-l", path)
+
+
+def _mount(path: Path, image: Path) -> str:
+    if os.geteuid() != 0:
+        return ""
+    made = _ran("truncate", "-s", SIZE, image) and _ran("mkfs.ext4", "-q", "-F", "-m0", image)
     if made and _ran("mount", "-o", "loop", image, path):
-        kind = "ext4"
-    elif os.geteuid() == 0 and _ran("mount", "-t", "tmpfs", "-o", f"size={SIZE}", "kvstore-test", path):
-        kind = "tmpfs"
-    else:
-        yield Disk(path, own=False, kind="shared")
-        return
-    try:
-        yield Disk(path, own=True, kind=kind)
-    finally:
-        _ran("umount", path)
+        return "ext4"
+    return "tmpfs" if _ran("mount", "-t", "tmpfs", "-o", f"size={SIZE}", "kvstore-test", path) else ""
 
 
 def _ran(*command: object) -> bool:
