@@ -9,7 +9,8 @@ transfers of 2 MiB are in flight. Both alternate in slices, in one process, so t
 
 Two ways to wait between steps: `pace` 0 runs step after step and never lets go of the GIL, `pace` 1 sleeps 1 ms as a
 scheduler does that waits for its GPU. The promise: every call p99 <= 200 µs, and the step's busy p99 <= 3 x its idle
-p99. A machine that does other things as well is slower than both in idle, too: keep them out (`nice -n -20`).
+p99. A machine that does other things as well is slower than both in idle, too: keep them out (`nice -n -20`, and where
+the kernel groups tasks by session also `echo -20 > /proc/self/autogroup`).
 """
 
 # ruff: noqa: ARG002 - a store has the contract's signatures

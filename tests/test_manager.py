@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tiering_helpers import (
     BLOCK,
     PATIENCE,
@@ -672,3 +675,89 @@ def test_a_primary_tier_that_does_not_fit_is_refused() -> None:
     with managed(primary=PrimaryTier(4, 2 * BLOCK), primary_slots=None) as manager:
         assert manager.store(writes(PROMPT[:4])) == 4
         check(manager)
+
+
+# Any engine
+
+
+class AnyEngine(RuleBasedStateMachine):
+    """Whatever an engine does, whatever becomes of the blocks in the tiers: what it is given is right or missing."""
+
+    numbers = st.lists(st.integers(0, 11), min_size=1, max_size=6, unique=True)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stores = [MisbehavingStore("one"), MisbehavingStore("two")]
+        self.manager = TieringManager(SPACE, self.stores, primary_slots=4, slot_timeout=0.02, hold=0.02, miss_age=0.01)
+        self.reading: list[BlockKey] = []
+        self.writing: list[BlockKey] = []
+
+    @rule(numbers=numbers)
+    def look_up(self, numbers: list[int]) -> None:
+        self.manager.lookup([PROMPT[number] for number in numbers])
+
+    @rule(pause=st.sampled_from([0.0, 0.001, 0.005]))
+    def step(self, pause: float) -> None:
+        time.sleep(pause)
+        self.manager.step()
+
+    @rule(numbers=numbers)
+    def begin_to_read(self, numbers: list[int]) -> None:
+        names = [PROMPT[number] for number in numbers]
+        self.reading += [
+            key for key, view in zip(names, self.manager.prepare_load(names), strict=True) if view is not None
+        ]
+
+    @rule()
+    def end_reading(self) -> None:
+        self.manager.complete_load(self.reading)
+        self.reading = []
+
+    @rule(numbers=numbers)
+    def begin_to_write(self, numbers: list[int]) -> None:
+        names = [PROMPT[number] for number in numbers]
+        for key, view in zip(names, self.manager.prepare_store(names), strict=True):
+            if view is not None:
+                view[:] = content(key)
+                self.writing.append(key)
+
+    @rule(success=st.booleans())
+    def end_writing(self, success: bool) -> None:
+        self.manager.complete_store(self.writing, success=success)
+        self.writing = []
+
+    @rule(numbers=numbers)
+    def finish(self, numbers: list[int]) -> None:
+        self.manager.finish_request([PROMPT[number] for number in numbers])
+
+    @rule(which=st.integers(0, 1), numbers=numbers)
+    def lose(self, which: int, numbers: list[int]) -> None:
+        self.stores[which].delete_many(SPACE, [PROMPT[number] for number in numbers])
+
+    @rule(which=st.integers(0, 1), verb=st.sampled_from(["contains", "get", "put"]))
+    def break_down(self, which: int, verb: str) -> None:
+        self.stores[which].fail[verb] = TierUnavailable("down")
+
+    @rule(which=st.integers(0, 1))
+    def come_back(self, which: int) -> None:
+        self.stores[which].fail.clear()
+
+    @invariant()
+    def what_is_pinned_has_the_right_bytes(self) -> None:
+        for key in {*self.reading, *self.writing}:
+            slot = self.manager.primary.get(key)
+            assert slot is not None
+            assert np.array_equal(slot.view, content(key))
+
+    def teardown(self) -> None:
+        self.end_reading()
+        self.end_writing(success=True)
+        check(self.manager)
+        self.manager.close()
+        for store in self.stores:
+            intact(store.inner, PROMPT[:12])
+            store.close()
+
+
+TestAnyEngine = AnyEngine.TestCase
+TestAnyEngine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

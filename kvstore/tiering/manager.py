@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ManagerStats", "TieringManager"]
 
-STEP_BUDGET = 100e-6
+STEP_BUDGET = 50e-6
 """Seconds of a step that may go into starting promotions; the rest of them start with the next step."""
 
 

@@ -8,6 +8,7 @@ or be slow: the tier turns that into misses and dropped stores, counts it and lo
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import defaultdict
@@ -29,15 +30,21 @@ if TYPE_CHECKING:
     from kvstore.types import BlockKey
     from kvstore.url import TierURL
 
-__all__ = ["SecondaryTier", "TierReport", "TierStats"]
+__all__ = ["SecondaryTier", "TierReport", "TierStats", "default_threads"]
 
 log = logging.getLogger(__name__)
 
-DEFAULT_THREADS = 4
+MAX_THREADS = 16
+"""What a fast local disk can use; the default is the number of CPUs, at least two, up to this."""
 MIN_BATCH_BYTES = 1 << 20
 """Smaller batches cost more in hand-overs between threads than they gain by running side by side."""
 MAX_TOUCHES = 65536
 """Touched keys kept for a tier that is busy; recency is a hint, so more are dropped."""
+
+
+def default_threads() -> int:
+    """Transfers side by side: as many as there are CPUs, since more of them only take turns with the scheduler."""
+    return min(MAX_THREADS, max(2, len(os.sched_getaffinity(0))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +98,7 @@ class TierReport:
 class SecondaryTier:
     """One store, with its threads. `tier` is a URL, opened here and closed by `close`, or a store that stays yours.
 
-    - `threads`: how many transfers run at once; one more answers lookups.
+    - `threads`: how many transfers run at once (default: `default_threads`); one more answers lookups.
     - `backlog_bytes`: stores accepted and not finished; beyond it a store is shed (one is always accepted).
     - `lookup_timeout`, `load_timeout`: seconds after which an unanswered lookup is a miss, and a load a failed one.
 
@@ -104,7 +111,7 @@ class SecondaryTier:
         tier: str | Mapping[str, Any] | TierURL | BlockStore,
         namespace: Namespace,
         *,
-        threads: int = DEFAULT_THREADS,
+        threads: int | None = None,
         backlog_bytes: int = 1 << 30,
         lookup_timeout: float = 1.0,
         load_timeout: float = 10.0,
@@ -116,6 +123,7 @@ class SecondaryTier:
         self.backlog_bytes = backlog_bytes
         self._lookup_timeout = lookup_timeout
         self._load_timeout = load_timeout
+        threads = threads or default_threads()
         self._transfers: TransferPool[Transfer | Touch] = TransferPool(threads, f"kvstore-{self._store.url.scheme}")
         self._lookups: TransferPool[Lookup] = TransferPool(1, f"kvstore-{self._store.url.scheme}-lookup")
         self._questions: dict[BlockKey, None] = {}

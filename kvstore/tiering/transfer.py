@@ -10,6 +10,8 @@ hangs in a backend would hang the exit with it.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -20,6 +22,9 @@ from typing import ClassVar, Generic, TypeVar
 __all__ = ["Job", "TransferPool"]
 
 J = TypeVar("J", bound="Job")
+
+NICENESS = 10
+"""Added to that of the process for transfer threads (Linux)."""
 
 
 class Job(ABC):
@@ -120,6 +125,7 @@ class TransferPool(Generic[J]):
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self) -> None:
+        _yield_to_the_scheduler()
         while not self._closing:
             self._tokens.get()
             while (job := self._take()) is not None:
@@ -142,3 +148,14 @@ class TransferPool(Generic[J]):
         if not job.urgent:
             with self._taking:
                 self._patient_running -= 1
+
+
+def _yield_to_the_scheduler() -> None:
+    """Make this thread one that waits for a CPU when the scheduler's thread wants it.
+
+    Copies and checksums need no GIL, but they need a CPU: on a machine with few, the scheduler's thread otherwise
+    waits for the end of a transfer's time slice whenever it wakes up.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # AttributeError: threads have no niceness outside Linux
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
