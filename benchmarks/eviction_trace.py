@@ -53,6 +53,10 @@ class Trace:
     """Requests in order, each the keys of its blocks from the front."""
 
     requests: Sequence[Sequence[BlockKey]]
+    blocks: int
+    """All blocks that are requested."""
+    unique: int
+    """Different blocks."""
 
     @classmethod
     def read(cls, path: Path) -> Trace:
@@ -62,17 +66,7 @@ class Trace:
             requests = [
                 [keys.setdefault(number, _key(number)) for number in json.loads(line)["hash_ids"]] for line in lines
             ]
-        return cls(requests)
-
-    @property
-    def blocks(self) -> int:
-        """All blocks that are requested."""
-        return sum(map(len, self.requests))
-
-    @property
-    def unique(self) -> int:
-        """Different blocks."""
-        return len({key for request in self.requests for key in request})
+        return cls(requests, sum(map(len, requests)), len(keys))
 
     def replay(self, policy: str, share: float) -> Result:
         """Run all requests through a cache of `share` of the different blocks, empty at first."""
