@@ -475,7 +475,7 @@ def test_bench_removes_what_a_killed_one_left(scheme: str, tmp_path: Path, capsy
 
 def test_bench_reports_no_figure_for_blocks_that_were_not_kept(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "memory://small?capacity=200KiB", *QUICK]) == EXIT_USAGE
-    assert "lower --total or raise capacity" in capsys.readouterr().err
+    assert "lower --total, raise capacity or make room" in capsys.readouterr().err
 
 
 def test_bench_refuses_sizes_that_make_no_sense(capsys: pytest.CaptureFixture[str]) -> None:

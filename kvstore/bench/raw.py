@@ -11,14 +11,15 @@ import mmap
 import os
 import shutil
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from kvstore.bench.contestant import Contestant
-from kvstore.errors import StoreAccessError
+from kvstore.errors import StoreAccessError, TierUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
 
     from kvstore.types import BlockKey
 
@@ -46,17 +47,17 @@ class RawFiles(Contestant):
             self.notes.append(f"raw: buffered, O_DIRECT wants multiples of {mmap.PAGESIZE} bytes")
             return 0
         probe = self._folder / "probe"
-        with mmap.mmap(-1, mmap.PAGESIZE) as page:
-            try:
-                self._write(probe, memoryview(page), _O_DIRECT)
-            except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                    self.close()
-                    raise StoreAccessError(f"{self._folder}: cannot be written: {error}") from error
-                self.notes.append("raw: buffered, this file system refuses O_DIRECT; writes may still be in memory")
-                return 0
-            finally:
-                probe.unlink(missing_ok=True)
+        page = memoryview(mmap.mmap(-1, mmap.PAGESIZE))
+        try:
+            self._write(probe, page, _O_DIRECT)
+        except TierUnavailable as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                self.close()
+                raise
+            self.notes.append("raw: buffered, this file system refuses O_DIRECT; writes may still be in memory")
+            return 0
+        finally:
+            probe.unlink(missing_ok=True)
         self.notes.append("raw: direct (O_DIRECT), one file per block, no checks")
         return _O_DIRECT
 
@@ -66,11 +67,8 @@ class RawFiles(Contestant):
 
     def load(self, keys: Sequence[BlockKey], targets: Sequence[memoryview]) -> None:
         for key, target in zip(keys, targets, strict=True):
-            descriptor = os.open(self._path(key), os.O_RDONLY | self._flags)
-            try:
+            with self._opened(self._path(key), os.O_RDONLY | self._flags) as descriptor:
                 _whole(os.preadv(descriptor, [target], 0), target)
-            finally:
-                os.close(descriptor)
 
     def clear(self, keys: Sequence[BlockKey]) -> None:
         for key in keys:
@@ -86,11 +84,19 @@ class RawFiles(Contestant):
         return self._folder / key.digest.hex()
 
     def _write(self, path: Path, source: memoryview, flags: int) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags, 0o600)
-        try:
+        with self._opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags) as descriptor:
             _whole(os.pwritev(descriptor, [source], 0), source)
-        finally:
-            os.close(descriptor)
+
+    @contextmanager
+    def _opened(self, path: Path, flags: int) -> Generator[int]:
+        try:
+            descriptor = os.open(path, flags, 0o600)
+            try:
+                yield descriptor
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise TierUnavailable(error.errno, f"the raw files in {self._folder}: {error.strerror}") from error
 
 
 def _whole(moved: int, buffer: memoryview) -> None:

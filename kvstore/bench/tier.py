@@ -57,14 +57,12 @@ class TierUnderTest(Contestant):
     def store(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> None:
         blocks = [BlockWrite(key, source) for key, source in zip(keys, sources, strict=True)]
         outcomes = self._open().put_many(self._namespace, blocks)
-        if any(outcome is not PutOutcome.STORED for outcome in outcomes):
-            raise TierUnavailable(f"{self._url}: {_said(outcomes)} instead of stored: lower --total or raise capacity")
+        self._expect(PutOutcome.STORED, outcomes)
 
     def load(self, keys: Sequence[BlockKey], targets: Sequence[memoryview]) -> None:
         blocks = [BlockRead(key, target) for key, target in zip(keys, targets, strict=True)]
         outcomes = self._open().get_many_into(self._namespace, blocks)
-        if any(outcome is not GetOutcome.HIT for outcome in outcomes):
-            raise TierUnavailable(f"{self._url}: {_said(outcomes)} instead of hit: lower --total or raise capacity")
+        self._expect(GetOutcome.HIT, outcomes)
 
     def clear(self, keys: Sequence[BlockKey]) -> None:
         self._open().delete_many(self._namespace, keys)
@@ -95,14 +93,16 @@ class TierUnderTest(Contestant):
             if space.model == BENCH_MODEL and space.revision == self._namespace.revision:
                 store.delete_many(space, [info.key for info in store.scan(space)])
 
+    def _expect(self, wanted: PutOutcome | GetOutcome, outcomes: Sequence[PutOutcome | GetOutcome]) -> None:
+        others = sorted({outcome.value for outcome in outcomes if outcome is not wanted})
+        if others:
+            what = f"{', '.join(others)} instead of {wanted.value}"
+            raise TierUnavailable(f"{self._url}: {what}: lower --total, raise capacity or make room")
+
     def _open(self) -> BlockStore:
         if self._store is None:
             raise TierUnavailable(f"{self._url}: the benchmark is over")
         return self._store
-
-
-def _said(outcomes: Sequence[PutOutcome | GetOutcome]) -> str:
-    return ", ".join(sorted({outcome.value for outcome in outcomes}))
 
 
 @dataclass(frozen=True, slots=True)
