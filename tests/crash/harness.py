@@ -111,6 +111,10 @@ class Crew:
             process.close()
         return sum(map(self.inside_put, seats))
 
+    def dismiss(self) -> None:
+        """End whoever is left."""
+        self.kill(list(self._workers))
+
     def wait_for_puts(self, seats: list[int]) -> None:
         """Return soon after a moment at which most of these workers were inside a put."""
         self._wait_until(lambda: sum(map(self.inside_put, seats)) >= 0.8 * len(seats))
@@ -153,18 +157,19 @@ class Campaign:
             pass
         with self._observed():
             crew = Crew(self.site, self.seed)
-            for number in range(rounds):
-                crew.start()
-                everyone = number % 10 == 9 or number == rounds - 1
-                self._round(crew, list(range(SEATS)) if everyone else crew.chance.sample(range(SEATS), number % 2 + 1))
-                if everyone:
-                    self._look_at_what_is_left()
+            try:
+                for number in range(rounds):
+                    self._round(crew, everyone=number % 10 == 9 or number == rounds - 1, pair=bool(number % 2))
+            finally:
+                crew.dismiss()
             self.report.counts = crew.counts()
         self.report.seconds = time.monotonic() - started
         self.report.wrong += [path.read_text() for path in self.site.complaints.iterdir()]
         return self.report
 
-    def _round(self, crew: Crew, seats: list[int]) -> None:
+    def _round(self, crew: Crew, *, everyone: bool, pair: bool) -> None:
+        crew.start()
+        seats = list(range(SEATS)) if everyone else crew.chance.sample(range(SEATS), 2 if pair else 1)
         if crew.chance.random() < 0.9:  # else in the midst of starting, or anywhere
             crew.wait_until_open(seats)
             time.sleep(crew.chance.uniform(0.0, 0.06))
@@ -173,6 +178,8 @@ class Campaign:
         self.report.kills += len(seats)
         self.report.kills_inside_puts += crew.kill(seats)
         self.report.intents_of_the_dead += self._new_intents_of_the_dead()
+        if everyone:
+            self._look_at_what_is_left()
 
     def _new_intents_of_the_dead(self) -> int:
         """Dead users who left an intent, each counted once: they died between the reservation and its end."""
