@@ -14,8 +14,9 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import lmdb
 import numpy as np
@@ -29,7 +30,8 @@ from kvstore_lmdb.entry import HEADER_BYTES, Bytes, fill, is_intact, read_into, 
 from kvstore_lmdb.opening import BLOCKS, Tier, evict, open_tier, tree_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
+    from pathlib import Path
 
     from typing_extensions import Buffer
 
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from kvstore.namespace import Namespace
 
 __all__ = ["LMDBStore"]
+
+T = TypeVar("T")
 
 _ATTEMPTS = 7
 """How often a put makes room and tries, before it says FULL; 1, 2, 4, … ms lie between, for readers to end in."""
@@ -114,7 +118,9 @@ class LMDBStore(BlockStore):
         now = time.time_ns()
         if not self._readonly:
             for chunk in _chunks(staged, self._tier.space.chunk):
-                for member, outcome in zip(chunk, self._put(namespace, chunk, now), strict=True):
+                with self._telling():
+                    stored = self._put(namespace, chunk, now)
+                for member, outcome in zip(chunk, stored, strict=True):
                     outcomes[member.place] = outcome
         return outcomes
 
@@ -133,11 +139,17 @@ class LMDBStore(BlockStore):
 
     def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         addresses = self._addresses(namespace, keys)
+        if self._readonly:
+            return [False] * len(addresses)
         removed: list[bool] = []
-        for start in range(0, 0 if self._readonly else len(addresses), _TOGETHER):
-            with self._telling(), self._tier.catalog.write() as change:
-                removed += [self._remove(change, address) for address in addresses[start : start + _TOGETHER]]
-        return removed or [False] * len(addresses)
+        for start in range(0, len(addresses), _TOGETHER):
+            some = addresses[start : start + _TOGETHER]
+            with self._telling():
+                done = self._patiently(partial(self._remove_all, some))
+            if done is None:
+                raise TierUnavailable(f"{self.url}: no page is free to delete with while a reader does not end")
+            removed += done
+        return removed
 
     def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
         self._tier.environment.ensure_open()
@@ -154,12 +166,9 @@ class LMDBStore(BlockStore):
             after = entries[-1].address
 
     def usage(self) -> Usage:
-        with self._telling():
-            with self._tier.catalog.read() as snapshot:
-                totals = snapshot.totals()
-            directory = self._tier.directory
-            on_disk = sum(path.stat().st_blocks * 512 for path in (directory, *directory.iterdir()) if path.exists())
-        overhead = max(0, on_disk - totals.used)
+        with self._telling(), self._tier.catalog.read() as snapshot:
+            totals = snapshot.totals()
+        overhead = max(0, _occupied(self._tier.directory) - totals.used)
         return Usage(totals.blocks, totals.used, totals.reserved, overhead, totals.capacity)
 
     def touch_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
@@ -225,6 +234,11 @@ class LMDBStore(BlockStore):
             if value is None or not is_intact(read_into(value, scratch), scratch, address):
                 self._remove(change, address)
 
+    def _remove_all(self, addresses: list[bytes], attempt: int) -> list[bool]:
+        del attempt
+        with self._tier.catalog.write() as change:
+            return [self._remove(change, address) for address in addresses]
+
     def _remove(self, change: Change, address: bytes) -> bool:
         known = bool(change.discard([address]))
         return change.txn.delete(address, db=self._blocks) or known
@@ -256,23 +270,33 @@ class LMDBStore(BlockStore):
                 value = memory[start:end]
                 fill(value, namespace, block.block.key, block.payload, now)
                 items.append((block.address, value.data))
-            for attempt in range(_ATTEMPTS):
-                try:
-                    self._make_room(need, attempt)
-                    won = self._store(namespace, blocks, items, now)
-                except lmdb.MapFullError:
-                    self._ripen()
-                    time.sleep(0.001 * 2**attempt)
-                    continue
-                if won is not None:
-                    return [PutOutcome.STORED if first else PutOutcome.EXISTS for first in won]
-        return [PutOutcome.FULL] * len(blocks)
+            won = self._patiently(partial(self._store_in_room, namespace, blocks, items, now))
+        if won is None:
+            return [PutOutcome.FULL] * len(blocks)
+        return [PutOutcome.STORED if first else PutOutcome.EXISTS for first in won]
 
-    def _make_room(self, need: int, attempt: int) -> None:
+    def _patiently(self, act: Callable[[int], T | None]) -> T | None:
+        """`act` with the number of the attempt, again while LMDB finds no page or the result is None."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                result = act(attempt)
+            except lmdb.MapFullError:
+                self._ripen()
+                time.sleep(0.001 * 2**attempt)
+                continue
+            if result is not None:
+                return result
+        return None
+
+    def _store_in_room(
+        self, namespace: Namespace, blocks: list[_Staged], items: list[_Item], now: int, attempt: int
+    ) -> list[bool] | None:
         space = self._tier.space
+        need = sum(block.size for block in blocks)
         room = need + space.slack(need, attempt)
         while evict(self._tier.catalog, space, room=room, most=max(need, space.chunk)):
             pass
+        return self._store(namespace, blocks, items, now)
 
     def _store(self, namespace: Namespace, blocks: list[_Staged], items: list[_Item], now: int) -> list[bool] | None:
         """The transaction of a put: which blocks were new, or None if another process has taken the room."""
@@ -308,6 +332,15 @@ class LMDBStore(BlockStore):
         yield memory[:nbytes]
         if len(self._spare) < _SPARE:
             self._spare.append(memory)
+
+
+def _occupied(directory: Path) -> int:
+    """`st_blocks` of a directory and its files, in bytes; what vanishes meanwhile is passed over."""
+    blocks = 0
+    for path in (directory, *directory.iterdir()):
+        with suppress(FileNotFoundError):
+            blocks += path.stat().st_blocks
+    return 512 * blocks
 
 
 def _entry(staged: _Staged, now: int) -> Entry:

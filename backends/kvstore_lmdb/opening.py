@@ -53,6 +53,8 @@ def open_tier(url: TierURL) -> Tier:
         check_filesystem(directory)
     with Presence.opening(directory, readonly=readonly, mode=mode) as presence:
         notes = _repair(presence)
+        for _ in () if readonly else presence.dead():
+            pass  # what they left undone LMDB has undone; only their leases are to go
         stored = stored_capacity(directory)
         if stored is None and readonly:
             raise StoreNotFoundError(f"{directory} holds no finished tier, and read-only creates none")
