@@ -7,6 +7,7 @@ nothing: checksum, tail, key, namespace and size are all held against what was a
 from __future__ import annotations
 
 import enum
+import errno
 import fcntl
 import os
 import time
@@ -30,6 +31,10 @@ __all__ = ["get_blocks"]
 
 LOOKS = 50
 """How often a get looks again at a block that an eviction has locked but not yet taken, a millisecond apart."""
+
+
+_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Says nothing of the block: the store cannot tell at the moment."""
 
 
 class _Look(enum.Enum):
@@ -90,6 +95,10 @@ def _look(
         fd = tier.device.open(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        if error.errno in _OUT_OF_RESOURCES:
+            raise
+        return inode_of(path)  # no file of ours, or one that cannot be had
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

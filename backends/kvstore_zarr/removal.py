@@ -43,10 +43,10 @@ def release(fd: int) -> None:
 
 
 def erase(path: str) -> None:
-    """Unlink `path`; its space is free on return. Nothing happens if there is no such file."""
+    """Unlink `path`; its space is free on return. Nothing happens if there is no such file, or something else."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return
     try:
         deadline = time.monotonic() + READER_PATIENCE_S
