@@ -528,6 +528,17 @@ def test_a_miss_is_remembered_for_a_moment_and_not_for_longer(store: Misbehaving
         assert manager.stats().promotions == 1
 
 
+def test_a_miss_is_forgotten_when_the_block_is_stored() -> None:
+    with managed("memory://nothing", miss_age=PATIENCE) as manager:
+        assert ask(manager, PROMPT[:1]) == [MISS]
+        assert engine_store(manager, PROMPT[:1]) == PROMPT[:1]
+        assert manager.drain(PATIENCE)
+        manager.store(writes(PROMPT[1:9]))
+        assert manager.drain(PATIENCE)
+        assert manager.primary.get(PROMPT[0]) is None, "it left the primary tier"
+        assert ask(manager, PROMPT[:1]) == [HIT]
+
+
 def test_a_finished_request_is_young_in_every_tier_and_nothing_is_promoted_for_it(store: MisbehavingStore) -> None:
     fill(str(store.url), PROMPT)
     with managed(store, slot_timeout=PATIENCE) as manager:
