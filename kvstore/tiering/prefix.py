@@ -52,6 +52,7 @@ class Prefix:
             raise ValueError(f"needs={dict(self.needs)}: name at least one group, and the blocks it needs, from 0 on")
         keys = {group: [BlockKey(digest, group) for digest in self.digests] for group in self.needs}
         object.__setattr__(self, "_keys", keys)
+        object.__setattr__(self, "_places", {digest: at for at, digest in enumerate(self.digests)})
 
     def needed(self, blocks: int) -> list[BlockKey]:
         """What has to be there to go on behind the first `blocks` blocks, in the order of the prefix."""
@@ -60,17 +61,15 @@ class Prefix:
         return [blocks_of[at] for at in range(blocks) for blocks_of, first in firsts if at >= first]
 
     def usable(self, lacking: Collection[BlockKey]) -> int:
-        """How many leading blocks can be used when those in `lacking` (a set) cannot be had and all others can."""
-        if not lacking:
-            return len(self.digests)
-        best = 0
-        row = dict.fromkeys(self.needs, 0)
-        for at, digest in enumerate(self.digests, start=1):
-            for group in row:
-                row[group] = 0 if BlockKey(digest, group) in lacking else row[group] + 1
-            if all(have >= min(at, self.needs[group]) for group, have in row.items()):
-                best = at
-        return best
+        """How many leading blocks can be used when those in `lacking` cannot be had and all others can."""
+        places: dict[bytes, int] = self.__dict__["_places"]
+        holes = [(places[key.digest], key.group) for key in lacking if key.digest in places and key.group in self.needs]
+        blocks = len(self.digests)
+        for at, group in sorted(holes, reverse=True):
+            # Every length from here down to the hole needs it, too; ending there, holes further on do not matter.
+            if blocks - self.needs[group] <= at < blocks:
+                blocks = at
+        return blocks
 
 
 def lookup_prefix(manager: BlockingCalls, prefix: Prefix) -> tuple[int, LookupResult]:
