@@ -473,6 +473,15 @@ def test_bench_removes_what_a_killed_one_left(scheme: str, tmp_path: Path, capsy
     killed.close()
 
 
+def test_bench_that_is_interrupted_removes_what_it_had_written(scheme: str, tmp_path: Path) -> None:
+    url = f"{scheme}://{tmp_path}/kv"
+    with kvstore.open_store(url) as store:
+        with TierUnderTest(TierURL.parse(url), 65536, 1 << 20) as interrupted:
+            interrupted.store(KEYS[:2], [memoryview(bytes(65536))] * 2)
+            assert store.usage().blocks == 2
+        assert store.usage().blocks == 0
+
+
 def test_bench_reports_no_figure_for_blocks_that_were_not_kept(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "memory://small?capacity=200KiB", *QUICK]) == EXIT_USAGE
     assert "lower --total, raise capacity or make room" in capsys.readouterr().err
