@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.errors import InvalidBlockError
 from kvstore.keys import KEY_SCHEME
 from kvstore.layout import BlockLayout, as_bytes
+from kvstore.types import NO_POSITION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,12 +23,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-    from kvstore.types import BlockKey
+    from kvstore.types import BlockKey, BlockWrite
 
 __all__ = ["FINGERPRINT_BYTES", "MAX_DIGEST_BYTES", "MIN_DIGEST_BYTES", "Namespace"]
 
 FINGERPRINT_BYTES = 16
 MIN_DIGEST_BYTES, MAX_DIGEST_BYTES = 16, 64
+MAX_POSITION = 1 << 63
 
 
 @dataclass(frozen=True)
@@ -93,11 +95,25 @@ class Namespace:
             )
         self._layout(key.group)
 
+    def check_write(self, block: BlockWrite) -> NDArray[np.uint8]:
+        """The data of `block` as a flat uint8 view, once it is sure that all of it fits here.
+
+        Raises `InvalidBlockError`. Every backend calls this for each block it is to put, before it does anything.
+        """
+        if len(block.parent) not in (0, self.digest_bytes):
+            raise InvalidBlockError(
+                f"{block.key!r} names a parent of {len(block.parent)} bytes; namespace {self.name} has digests of"
+                f" {self.digest_bytes}"
+            )
+        if not NO_POSITION <= block.position < MAX_POSITION:
+            raise InvalidBlockError(f"{block.key!r} has position {block.position}; it is 0 or more, or NO_POSITION")
+        return self.check_buffer(block.key, block.data)
+
     def check_buffer(self, key: BlockKey, buffer: Buffer, *, writable: bool = False) -> NDArray[np.uint8]:
         """`buffer` as a flat uint8 view, once it is sure that `key` fits here and the size is right.
 
         `writable=True` for a buffer that will be read into. Raises `InvalidBlockError`. Every backend calls this for
-        each block it is given.
+        each block it is to get, before it does anything.
         """
         self.check_key(key)
         flat = as_bytes(buffer)

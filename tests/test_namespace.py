@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore import BlockKey, BlockLayout, Namespace
+from kvstore import BlockKey, BlockLayout, BlockWrite, Namespace
 from kvstore.errors import InvalidBlockError
 
 LAYOUT = BlockLayout.canonical(layers=2, tokens=16, heads=2, head_dim=8, dtype="float16")
@@ -110,6 +110,14 @@ def test_a_key_that_cannot_name_a_block_here_is_refused(key: BlockKey) -> None:
         SPACE.check_key(key)
     with pytest.raises(InvalidBlockError):
         SPACE.check_key(BlockKey(bytes(32), -1))
+
+
+def test_a_write_is_checked_with_all_that_it_says() -> None:
+    block = BlockWrite(BlockKey(bytes(32), 1), bytes(1000), 7, bytes(32))
+    assert SPACE.check_write(block).nbytes == 1000
+    for wrong in ({"parent": bytes(16)}, {"position": -2}, {"position": 1 << 63}, {"data": bytes(999)}):
+        with pytest.raises(InvalidBlockError):
+            SPACE.check_write(dataclasses.replace(block, **wrong))
 
 
 def test_a_buffer_is_checked_against_the_group_of_its_key() -> None:

@@ -110,7 +110,7 @@ class LMDBStore(BlockStore):
     def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
         staged: list[_Staged] = []
         for place, block in enumerate(blocks):
-            payload = namespace.check_buffer(block.key, block.data)
+            payload = namespace.check_write(block)
             address = address_of(namespace, block.key)
             staged.append(_Staged(place, block, payload, address, stored_bytes(payload.nbytes)))
         outcomes = [PutOutcome.FAILED] * len(blocks)

@@ -81,7 +81,7 @@ class MemoryStore(BlockStore):
 
     def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
         shelf = self._open()
-        checked = [(block, namespace.check_buffer(block.key, block.data)) for block in blocks]
+        checked = [(block, namespace.check_write(block)) for block in blocks]
         if self._readonly:
             return [PutOutcome.FAILED] * len(blocks)
         with shelf.lock:

@@ -71,7 +71,7 @@ class LocalZarrStore(BlockStore):
 
     def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
         with self._using() as tier:
-            checked = [(block, namespace.check_buffer(block.key, block.data)) for block in blocks]
+            checked = [(block, namespace.check_write(block)) for block in blocks]
             if tier.readonly:
                 return [PutOutcome.FAILED] * len(blocks)
             return put_blocks(tier, tier.tree(namespace), checked)

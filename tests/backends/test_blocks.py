@@ -228,9 +228,14 @@ class TestInvalidBlocks:
             BlockWrite(key(2, digest_bytes=16), content(2)),
             BlockWrite(key(2, group=1), content(2)),
             BlockWrite(key(2, group=-1), content(2)),
+            write(2, parent=bytes(31)),
+            write(2, parent=bytes(70)),
+            write(2, position=-2),
+            write(2, position=1 << 63),
         ],
-        ids=["short", "long", "empty", "with gaps", "digest length", "group", "negative group"],
-    )
+        ids=["short", "long", "empty", "with gaps", "digest length", "group", "negative group", "short parent",
+             "long parent", "negative position", "huge position"],
+    )  # fmt: skip
     def test_a_block_that_does_not_fit_stops_its_batch_before_anything_is_stored(
         self, store: BlockStore, bad: BlockWrite
     ) -> None:
