@@ -39,7 +39,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/basedpyright
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 # The suite once more, against what is shipped: run from an empty folder, so that the source tree cannot be imported.
 test-wheel: $(VENV)/.dev
