@@ -67,7 +67,7 @@ class Prefix:
         blocks = len(self.digests)
         for at, group in sorted(holes, reverse=True):
             # Every length from here down to the hole needs it, too; ending there, holes further on do not matter.
-            if blocks - self.needs[group] <= at < blocks:
+            if at >= blocks - self.needs[group]:
                 blocks = at
         return blocks
 
