@@ -317,27 +317,23 @@ def test_two_pid_namespaces_on_one_directory_are_refused_with_a_remedy(tmp_path:
     assert "PID namespace" in message
 
 
-def test_a_busy_python_thread_does_not_hold_up_every_writer(tmp_path: Path) -> None:
-    """Without a short switch interval 20 puts in one transaction take 40 ms and more beside such a thread."""
-    environment = opened(tmp_path)
-    stop = False
+def test_the_interpreter_switches_threads_promptly_while_anybody_here_writes(tmp_path: Path) -> None:
+    """Each LMDB call gives the GIL away, and a busy thread would keep it for 5 ms while all writers wait.
 
-    def spin() -> None:
-        while not stop:
-            pass
-
-    thread = threading.Thread(target=spin, daemon=True)
+    How long they wait cannot be tested where other work keeps the cores busy; that the interval is short can.
+    """
     usual = sys.getswitchinterval()
-    thread.start()
-    durations: list[float] = []
-    for number in range(30):
-        started = time.perf_counter()
-        with environment.write() as txn:
-            for key in range(20):
-                txn.put(b"%d %d" % (number, key), b"value", db=environment.databases["a"])
-        durations.append(time.perf_counter() - started)
-    stop = True
-    thread.join()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first, second = opened(tmp_path / "a"), opened(tmp_path / "b")
+    with first.write():
+        assert sys.getswitchinterval() < usual / 10
+        with second.write():
+            assert sys.getswitchinterval() < usual / 10
+        assert sys.getswitchinterval() < usual / 10
     assert sys.getswitchinterval() == usual
-    assert sorted(durations)[15] < 0.02
-    environment.close()
+    with pytest.raises(ZeroDivisionError), first.write():
+        _ = 1 // 0
+    assert sys.getswitchinterval() == usual
+    first.close()
+    second.close()
