@@ -63,8 +63,8 @@ def die_at(url: str, step: str, times: int) -> None:
         os._exit(3)
 
 
-def die_around(url: str, call: str, times: int, after: bool) -> None:
-    """Put NEW, and get killed before or after the `times`-th system call `call`; a write dies half-way."""
+def die_around(url: str, verb: str, call: str, times: int, after: bool) -> None:
+    """Put NEW or delete OLD, and get killed before or after the `times`-th system call `call`; a write half-way."""
     real, left = getattr(os, call), times
 
     def fatal(*arguments: Any, **options: Any) -> Any:
@@ -82,7 +82,10 @@ def die_around(url: str, call: str, times: int, after: bool) -> None:
 
     with open_store(url, capacity=CAPACITY) as store:
         setattr(os, call, fatal)
-        put(store, NEW)
+        if verb == "put":
+            put(store, NEW)
+        else:
+            store.delete_many(SPACE, [block_key(number) for number in OLD])
         os._exit(3)
 
 
@@ -112,14 +115,18 @@ def test_whoever_dies_there_leaves_whole_blocks_and_no_debt(tmp_path: Path, step
 
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("call", ["rename", "unlink", "ftruncate", "pwritev"])
+@pytest.mark.parametrize(
+    ("verb", "call"),
+    [("put", "rename"), ("put", "unlink"), ("put", "ftruncate"), ("put", "pwritev"), ("delete", "unlink"),
+     ("delete", "ftruncate")],
+)  # fmt: skip
 def test_whoever_dies_around_a_system_call_leaves_whole_blocks_and_no_debt(
-    tmp_path: Path, call: str, after: bool, times: int
+    tmp_path: Path, verb: str, call: str, after: bool, times: int
 ) -> None:
     root = tmp_path / "tier"
     with open_store(f"file://{root}", capacity=CAPACITY) as store:
         put(store, OLD)
-    let_die(die_around, f"file://{root}", call, times, after)
+    let_die(die_around, f"file://{root}", verb, call, times, after)
     check_what_is_left(root)
 
 
