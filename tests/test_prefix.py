@@ -14,7 +14,7 @@ from tiering_helpers import MisbehavingStore, content, fill, managed, until
 from kvstore import BlockKey, BlockLayout, GetOutcome, LookupResult, Namespace, open_store
 from kvstore.errors import TierUnavailable
 from kvstore.keys import chain_digests
-from kvstore.tiering.prefix import WHOLE, Prefix, load_groups, lookup_prefix, prepare_prefix, window_blocks
+from kvstore.tiering import WHOLE, Prefix, load_groups, lookup_prefix, prepare_prefix, window_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

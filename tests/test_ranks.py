@@ -12,7 +12,7 @@ from tiering_helpers import ask, content, keys, managed, until
 
 from kvstore import BlockKey, BlockLayout, LookupResult, Namespace, open_store
 from kvstore.shards import Shards
-from kvstore.tiering.ranks import ShardedStores
+from kvstore.tiering import ShardedStores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -107,9 +107,8 @@ class BlockingCalls(ABC):
         whose view (uint8, of the group's block size) is valid during the call only. Works block by block, so the
         prefix may be larger than the primary tier.
 
-        Ends at the first block that no tier has, or after `timeout` seconds without a block. For models with
-        several groups pass the keys block by block, all groups of a block together: only complete blocks count, so
-        divide the result by the number of groups, rounding down. Buffers behind the number returned are untouched.
+        Ends at the first block that no tier has, or after `timeout` seconds without a block. Buffers behind the number
+        returned are untouched. For models with several KV-cache groups there is `kvstore.tiering.load_groups`.
         """
         deliver = into if callable(into) else _copying(into, keys, self.namespace)
         self.forget(keys)
