@@ -22,6 +22,7 @@ def fill(job: dict[str, Any]) -> dict[str, Any]:
     """Read every prompt and store its blocks in every tier at once."""
     model = stock.load_model(job)
     hits: list[int] = []
+    digests: list[list[str]] = []
     with PrefixCache(model, job["urls"], block_tokens=job["block_tokens"], name=job["name"]) as cache:
         for prompt in job["prompts"]:
             start = time.perf_counter()
@@ -30,11 +31,12 @@ def fill(job: dict[str, Any]) -> dict[str, Any]:
             kept = cache.store(prompt, read.cache, start=read.hit_tokens)
             stock.say(f"{len(prompt)} tokens, {read.hit_tokens} of them known, {seconds:.2f} s; {kept} blocks stored")
             hits.append(read.hit_tokens)
+            digests.append(stock.block_digests(read.cache, job["block_tokens"], len(prompt)))
         if not cache.drain():
             raise SystemExit("the tiers did not take the blocks within a minute")
         tiers = cache.manager.stats().tiers
         lost = {tier.url: tier.full + tier.shed + tier.failed_stores for tier in tiers}
-        return {"hits": hits, "namespace": cache.namespace.to_manifest(), "lost": lost}
+        return {"hits": hits, "digests": digests, "namespace": cache.namespace.to_manifest(), "lost": lost}
 
 
 def answer(job: dict[str, Any]) -> dict[str, Any]:
@@ -48,11 +50,11 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {
         "questions": questions,
         "threads": torch.get_num_threads(),
-        "compared_with": "one stock forward",
+        "compared_with": "stock forwards",
         **_compare(questions, job["expected"]),
     }
     if not (result["tokens_equal"] and result["kv_equal"]):
-        stock.say("not equal to one stock forward: comparing with the same split without a store")
+        stock.say("not equal to stock forwards: comparing with the same split without a store")
         splits = zip(job["prompts"], job["filled_from"], questions, strict=True)
         job["splits"] = [
             {"prompt": prompt, "filled_from": filled, "answered_from": question["hit_tokens"]}
