@@ -2,6 +2,7 @@
 
 The URL names a directory with `data.mdb`, `lock.mdb` and the files of `kvstore.presence`. In the environment stand the
 catalogue (`kvstore.catalog`) and one more database, `blocks`: address to header and payload (`kvstore_lmdb.entry`).
+In `info` there may be a record `tick`: eight bytes without a meaning, written where a commit is needed for itself.
 A put is one transaction for each 16 MiB, with room made in an earlier one; a get is one short read transaction for each
 block: copied out first, checked after. The cap is a bound that LMDB itself keeps (`kvstore_lmdb.space`).
 """
