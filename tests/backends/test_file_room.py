@@ -1,0 +1,110 @@
+"""How `file://` keeps its cap to the byte while blocks come, go and are being read at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import os
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+import raw
+from tiers import KIB, MIB, SPACE, Tier, get, key, keys, write, writes
+
+import kvstore_zarr.steps
+from kvstore import BlockLayout, GetOutcome, PutOutcome
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvstore import BlockStore
+
+LARGE = dataclasses.replace(SPACE, layouts=(BlockLayout.opaque(2 * MIB),))
+MEDIUM = dataclasses.replace(SPACE, layouts=(BlockLayout.opaque(128 * KIB),))
+SMALL = dataclasses.replace(SPACE, layouts=(BlockLayout.opaque(8 * KIB),))
+
+CAPACITY = 16 * MIB
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Tier:
+    return Tier(f"file://{tmp_path}/tier?capacity={CAPACITY}", tmp_path / "tier")
+
+
+def occupied(tier: Tier) -> int:
+    assert tier.path is not None
+    return sum(path.lstat().st_blocks * 512 for path in (tier.path, *tier.path.rglob("*")))
+
+
+def room(store: BlockStore) -> int:
+    """Bytes that may still be put."""
+    usage = store.usage()
+    assert usage.capacity is not None
+    return usage.capacity - usage.used - usage.reserved - usage.overhead
+
+
+@pytest.mark.parametrize("step", ["reserved", "removed", "written", "renamed"])
+def test_room_that_an_eviction_makes_is_not_given_away_before_it_is_there(
+    tier: Tier, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A put of a small block that evicts a large one stops half-way; others fill the tier meanwhile."""
+    reached, go_on = threading.Event(), threading.Event()
+    slow = threading.Thread(target=lambda: put_slowly.put_many(SMALL, [write(0, SMALL)]))
+
+    def checkpoint(name: str) -> None:
+        if name == step and threading.current_thread() is slow:
+            reached.set()
+            go_on.wait(30)
+
+    with tier.open() as put_slowly, tier.open() as others:
+        number = 0
+        while set(others.contains_many(LARGE, keys(range(number)))) <= {True}:
+            others.put_many(LARGE, [write(number, LARGE)])
+            number += 1
+        for filler, most in ((MEDIUM, 400 * KIB), (SMALL, 96 * KIB)):
+            while room(others) > most:
+                number += 1
+                others.put_many(filler, [write(number, filler)])
+        monkeypatch.setattr(kvstore_zarr.steps, "checkpoint", checkpoint)
+        slow.start()
+        try:
+            assert reached.wait(30)
+            for more in range(2000, 2020):
+                others.put_many(MEDIUM, [write(more, MEDIUM)])
+                assert occupied(tier) <= CAPACITY
+        finally:
+            go_on.set()
+            slow.join()
+        assert occupied(tier) <= CAPACITY
+        assert get(others, [0], SMALL) == [GetOutcome.HIT]
+
+
+def test_a_block_that_is_being_read_is_spared_and_whole(tier: Tier) -> None:
+    with tier.open() as store:
+        store.put_many(LARGE, [write(0, LARGE)])
+        path = raw.file_of(tier, (LARGE, key(0)))
+        before = path.read_bytes()
+        with path.open("rb") as reader:
+            fcntl.flock(reader, fcntl.LOCK_SH)
+            for number in range(1, 20):
+                assert store.put_many(LARGE, [write(number, LARGE)]) == [PutOutcome.STORED]
+            assert reader.read() == before
+        assert get(store, [0, 1], LARGE) == [GetOutcome.HIT, GetOutcome.MISS]
+
+
+@pytest.mark.parametrize("how", ["evicted", "deleted"])
+def test_whoever_has_a_block_open_does_not_keep_its_space_when_it_goes(tier: Tier, how: str) -> None:
+    with tier.open() as store:
+        store.put_many(LARGE, [write(0, LARGE)])
+        path = raw.file_of(tier, (LARGE, key(0)))
+        onlooker = os.open(path, os.O_RDONLY)
+        try:
+            if how == "deleted":
+                store.delete_many(LARGE, [key(0)])
+            else:
+                store.put_many(MEDIUM, writes(range(140), MEDIUM))  # of another size: the file is not used again
+            assert not path.exists()
+            assert os.fstat(onlooker).st_blocks == 0
+        finally:
+            os.close(onlooker)
