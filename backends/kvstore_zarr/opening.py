@@ -6,7 +6,7 @@ Nothing is made or changed before the location is known to be a tier, or empty.
 from __future__ import annotations
 
 import errno
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from kvstore.catalog import DATABASES, Catalog
@@ -59,8 +59,9 @@ def close_tier(tier: LocalTier) -> None:
     try:
         with tier.presence.closing() as last:
             if not tier.readonly:
-                tier.catalog.settle()
-                reclaim(tier)
+                with suppress(OSError):  # a full disk: what stays unsettled is done by the next one to open
+                    tier.catalog.settle()
+                    reclaim(tier)
             if last:
                 tier.environment.sync()
     finally:

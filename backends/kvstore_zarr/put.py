@@ -44,6 +44,8 @@ __all__ = ["PutJob", "make_room", "put_blocks"]
 
 JOB_BYTES = 16 << 20
 """The most that one job reserves at a time; and a 32nd of the capacity, so that several find room beside each other."""
+DISK_HEADROOM = 1 << 20
+"""What puts leave free on the disk, in bytes: the catalogue needs pages to take blocks out, too."""
 RECLAIM_INTERVAL_S = 1.0
 """How often a process that puts looks for what dead ones left; ten times as often while it finds no room."""
 PATIENCE_S = 0.2
@@ -161,6 +163,10 @@ class PutJob:
         steps.checkpoint("reserved")
         try:
             self._carry_out(self._intent, admitted, taken)
+        except OSError as error:
+            eviction.let_go(tier, taken)
+            self._abandon(self._intent)
+            self._settle([block for block in admitted if block.outcome is None], _outcome_of(error))
         except BaseException:
             eviction.let_go(tier, taken)
             self._abandon(self._intent)
@@ -184,6 +190,7 @@ class PutJob:
                 return []
             most = room + totals.used + totals.reserved
             self._settle([block for block in self._open() if block.cost > most], PutOutcome.FULL)
+            room = min(room, self._disk_budget(totals.reserved))
             return eviction.choose(tier, snapshot, sum(block.cost for block in self._open()) - room)
 
     def _find_present(self, present: Sequence[bool]) -> None:
@@ -201,10 +208,19 @@ class PutJob:
             taken = [one for one in held if one.victim.address in gone]
             freed = sum(one.victim.size for one in taken)
             admitted = _admitted(wanted, freed, tier.room(change))
+            admitted = self._that_fit_the_disk(admitted, freed, change.totals().reserved)
             if admitted or taken:
                 self._record(change, admitted, taken, max(freed, sum(block.cost for block in admitted)))
             tier.account(change)
         return admitted, taken
+
+    def _disk_budget(self, reserved: int) -> int:
+        return self._tier.free_on_disk() - reserved - DISK_HEADROOM
+
+    def _that_fit_the_disk(self, admitted: list[_Block], freed: int, reserved: int) -> list[_Block]:
+        fitting = _admitted(admitted, 0, self._disk_budget(reserved) + freed)
+        self._settle(admitted[len(fitting) :], PutOutcome.FULL)
+        return fitting
 
     def _record(self, change: Change, admitted: Sequence[_Block], taken: Sequence[Held], reserved: int) -> None:
         addresses = [block.address for block in admitted] + [one.victim.address for one in taken]

@@ -5,6 +5,8 @@ Whatever is not a block or its `zarr.json` lies in the folder `.kvstore`: the ca
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -99,6 +101,11 @@ class LocalTier:
         if totals.capacity is None:
             return None
         return totals.capacity - totals.used - totals.reserved - self._records(snapshot) - self.slack
+
+    def free_on_disk(self) -> int:
+        """What the disk has left for us, in bytes."""
+        status = os.statvfs(self.root)
+        return status.f_bavail * status.f_frsize if status.f_blocks else sys.maxsize  # ramfs, say, does not tell
 
     def account(self, change: Change) -> None:
         """Bring up to date what the tier says it keeps aside: folders, catalogue, and what is left of the slack."""
