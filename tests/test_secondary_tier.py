@@ -147,7 +147,7 @@ def test_a_lookup_without_an_answer_is_a_miss_in_time_and_the_late_answer_is_ign
     assert bench.tier.stats().overdue_calls == 1
     store.hang.clear()
     store.release.set()
-    bench.run(lambda: not store.hanging and bench.tier._asking is None)
+    bench.run(lambda: not store.hanging and not bench.tier._stuck)
     assert len(report.answers) == 5
     bench.tier.ask(KEYS[:3])
     bench.settle()

@@ -87,11 +87,11 @@ def test_a_load_never_waits_for_running_stores(gate: threading.Event) -> None:
     stores = [Call(gate.wait) for _ in range(20)]
     for job in stores:
         pool.submit(job)
-    wait_for(lambda: sum(not job._unclaimed for job in stores) == 3)
+    wait_for(lambda: sum(job.claim.taken for job in stores) == 3)
     load = Call(urgent=True)
     pool.submit(load)
     assert ended(pool, 1) == [load]
-    assert sum(not job._unclaimed for job in stores) == 3
+    assert sum(job.claim.taken for job in stores) == 3
     gate.set()
     assert len(ended(pool, 20)) == 20, "the threads that were kept from stores went on with them"
     assert pool.close(PATIENCE)
@@ -116,7 +116,7 @@ def test_a_cancelled_job_never_starts_and_a_started_one_cannot_be_cancelled(gate
     first, second, third = Call(gate.wait), Call(lambda: ran.append("second")), Call(lambda: ran.append("third"))
     for job in (first, second, third):
         pool.submit(job)
-    wait_for(lambda: not first._unclaimed)
+    wait_for(lambda: first.claim.taken)
     assert not pool.cancel(first)
     assert pool.cancel(second)
     assert not pool.cancel(second)
@@ -132,7 +132,7 @@ def test_closing_is_bounded_and_drops_what_was_queued_behind_a_job_that_hangs(ga
     hung = [Call(gate.wait, urgent=True) for _ in range(2)]
     for job in hung:
         pool.submit(job)
-    wait_for(lambda: all(not job._unclaimed for job in hung))
+    wait_for(lambda: all(job.claim.taken for job in hung))
     queued = Call(lambda: ran.append("queued"))
     pool.submit(queued)
     begin = time.monotonic()

@@ -1,14 +1,34 @@
 """The calls that a secondary tier makes on its transfer threads: one backend verb each, for a batch of blocks.
 
-Made and settled on the manager's thread; `work` runs on a transfer thread and touches nothing but the job itself.
+Made and settled on the manager's thread; `work` runs on a transfer thread and touches nothing but the job itself and
+the memory that it was given. What memory that is depends on whether the call can hang:
+
+::
+
+    local      Load:         store ──► slots                        Store:  slots ──► store
+    can hang   StagedLoad:   store ──► staging ──if wanted──► slots
+               CopyOut:      slots ──► staging, then the slots are free
+               StagedStore:  staging ──► store
+
+A local call that hangs in the kernel keeps its slots for as long as it hangs. The call of a `StagedLoad` or a
+`StagedStore` has no slot to keep. What touches slots there are copies in memory, which end by themselves.
+
+**A `StagedLoad` that lands while it is being cancelled.** "Is it still wanted?" and the copy into the slots have to be
+one step for whoever cancels: a flag looked at before the copy lets a cancellation, and the slots' next owners, in
+between the two. A lock around both would let the scheduler wait for the copy, or for a thread that lost its CPU in
+the middle of it. So there is one token, and who takes it decides for good. The transfer thread takes it to copy: the
+slots are then kept, as for a local load, until it has, which is a matter of microseconds. Or the manager's thread takes
+it (`withdraw`): nothing of this job will ever touch a slot then, and the slots are free at once.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstore.tiering.transfer import Job
-from kvstore.types import BlockRead, BlockWrite
+import numpy as np
+
+from kvstore.tiering.transfer import Job, Once
+from kvstore.types import BlockRead, BlockWrite, GetOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,9 +36,10 @@ if TYPE_CHECKING:
     from kvstore.abc import BlockStore
     from kvstore.namespace import Namespace
     from kvstore.tiering.primary import Slot
-    from kvstore.types import BlockKey, GetOutcome, PutOutcome
+    from kvstore.tiering.staging import Buffer
+    from kvstore.types import BlockKey, PutOutcome
 
-__all__ = ["Load", "Lookup", "Store", "TierJob", "Touch", "Transfer"]
+__all__ = ["CopyOut", "Load", "Lookup", "StagedLoad", "StagedStore", "Store", "TierJob", "Touch", "Transfer"]
 
 
 class TierJob(Job):
@@ -57,12 +78,22 @@ class Touch(TierJob):
 
 
 class Transfer(TierJob):
-    """Bytes between the slots of the primary tier and the store; each slot is pinned for as long as this lives."""
+    """Bytes on their way between the primary tier and the store.
+
+    `slots` are those that it may touch: each is pinned until the job has ended or was withdrawn. `buffers` are
+    staging memory lent to it, until it has ended.
+    """
 
     def __init__(self, store: BlockStore, namespace: Namespace, slots: Sequence[Slot]) -> None:
         super().__init__(store, namespace)
         self.slots = slots
-        self.nbytes = sum(slot.view.nbytes for slot in slots)
+        self.buffers: Sequence[Buffer] = ()
+        self.sizes = [slot.view.nbytes for slot in slots]
+        self.nbytes = sum(self.sizes)
+
+    def withdraw(self) -> bool:
+        """Of a job that has begun: True if it will not touch its slots from now on, and has not yet."""
+        return False
 
 
 class Load(Transfer):
@@ -72,11 +103,37 @@ class Load(Transfer):
     outcomes: Sequence[GetOutcome] = ()
 
     def work(self) -> None:
-        outcomes = self.store.get_many_into(
-            self.namespace, [BlockRead(slot.key, slot.view.data) for slot in self.slots]
-        )
-        _check_length(outcomes, self.slots)
+        self.read([BlockRead(slot.key, slot.view.data) for slot in self.slots])
+
+    def read(self, blocks: Sequence[BlockRead]) -> None:
+        """The call itself."""
+        outcomes = self.store.get_many_into(self.namespace, blocks)
+        _check_length(outcomes, blocks)
         self.outcomes = outcomes
+
+
+class StagedLoad(Load):
+    """From the store into staging, and from there into the slots if somebody still wants it."""
+
+    def __init__(self, store: BlockStore, namespace: Namespace, slots: Sequence[Slot]) -> None:
+        super().__init__(store, namespace, slots)
+        self._keys = [slot.key for slot in slots]
+        self._landing = Once()
+
+    def work(self) -> None:
+        pairs = zip(self._keys, self.buffers, strict=True)
+        self.read([BlockRead(key, buffer.memory.data) for key, buffer in pairs])
+        if self._landing():
+            self.copy()
+
+    def copy(self) -> None:
+        """Into the slots: of blocks that arrived, and of no others."""
+        for slot, buffer, outcome in zip(self.slots, self.buffers, self.outcomes, strict=True):
+            if outcome is GetOutcome.HIT:
+                np.copyto(slot.view, buffer.memory)
+
+    def withdraw(self) -> bool:
+        return self._landing()
 
 
 class Store(Transfer):
@@ -85,11 +142,40 @@ class Store(Transfer):
     outcomes: Sequence[PutOutcome] = ()
 
     def work(self) -> None:
-        outcomes = self.store.put_many(
-            self.namespace, [BlockWrite(slot.key, slot.view.data, slot.position, slot.parent) for slot in self.slots]
-        )
-        _check_length(outcomes, self.slots)
+        self.write([BlockWrite(slot.key, slot.view.data, slot.position, slot.parent) for slot in self.slots])
+
+    def write(self, blocks: Sequence[BlockWrite]) -> None:
+        """The call itself."""
+        outcomes = self.store.put_many(self.namespace, blocks)
+        _check_length(outcomes, blocks)
         self.outcomes = outcomes
+
+
+class CopyOut(Transfer):
+    """From the slots into staging. Urgent, because it frees slots and ends soon: it runs while stores hang."""
+
+    urgent = True
+    blocks: Sequence[BlockWrite] = ()
+
+    def work(self) -> None:
+        for slot, buffer in zip(self.slots, self.buffers, strict=True):
+            np.copyto(buffer.memory, slot.view)
+        self.blocks = [
+            BlockWrite(slot.key, buffer.memory.data, slot.position, slot.parent)
+            for slot, buffer in zip(self.slots, self.buffers, strict=True)
+        ]
+
+
+class StagedStore(Store):
+    """What a `CopyOut` has copied, from staging into the store."""
+
+    def __init__(self, copied: CopyOut) -> None:
+        super().__init__(copied.store, copied.namespace, ())
+        self.buffers, self.sizes, self.nbytes = copied.buffers, copied.sizes, copied.nbytes
+        self._blocks = copied.blocks
+
+    def work(self) -> None:
+        self.write(self._blocks)
 
 
 def _check_length(answers: Sequence[object], questions: Sequence[object]) -> None:

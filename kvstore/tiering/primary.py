@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvstore.tiering.policy import PolicyFactory
     from kvstore.types import BlockKey
 
-__all__ = ["PrimaryStats", "PrimaryTier", "Slot"]
+__all__ = ["PrimaryStats", "PrimaryTier", "Slot", "page_aligned"]
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class PrimaryTier:
         self.slots = slots
         self.slot_bytes = slot_bytes
         self._stride = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._pool = _page_aligned(slots * self._stride)
+        self._pool = page_aligned(slots * self._stride)
         self.page_locked = _page_lock(self._pool, page_lock)
         self._free = list(range(slots - 1, -1, -1))
         self._by_key: dict[BlockKey, Slot] = {}
@@ -190,7 +190,7 @@ class PrimaryTier:
         return True
 
 
-def _page_aligned(nbytes: int) -> NDArray[np.uint8]:
+def page_aligned(nbytes: int) -> NDArray[np.uint8]:
     """Private anonymous memory; the array (and every view of it) keeps it mapped."""
     area = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages: only slower

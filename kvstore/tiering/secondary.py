@@ -3,6 +3,9 @@
 The manager asks, loads, stores and touches; all of that is only noted. `submit` hands what was noted to transfer
 threads in batches that suit the backend, `poll` collects what they finished. Between the two a backend may hang, fail
 or be slow: the tier turns that into misses and dropped stores, counts it and logs the first of each kind.
+
+Where calls can hang on a network, they get staging memory in place of slots (`staging.py`, `jobs.py`), so that nothing
+that waits for a slot waits for a backend.
 """
 
 from __future__ import annotations
@@ -11,14 +14,16 @@ import logging
 import os
 import threading
 import time
-from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from kvstore.abc import BlockStore
 from kvstore.registry import open_store
-from kvstore.tiering.jobs import Load, Lookup, Store, Touch, Transfer
+from kvstore.tiering.counters import Counters, TierStats
+from kvstore.tiering.jobs import CopyOut, Load, StagedLoad, StagedStore, Store, Touch, Transfer
+from kvstore.tiering.questions import Questions
+from kvstore.tiering.staging import Staging
 from kvstore.tiering.transfer import TransferPool
 from kvstore.types import GetOutcome, PutOutcome
 
@@ -47,39 +52,6 @@ def default_threads() -> int:
     return min(MAX_THREADS, max(2, len(os.sched_getaffinity(0))))
 
 
-@dataclass(frozen=True, slots=True)
-class TierStats:
-    """What a secondary tier did since it was opened. Blocks unless it says otherwise; seconds are thread seconds."""
-
-    url: str
-    hits: int = 0
-    """Lookups answered with yes."""
-    misses: int = 0
-    """Lookups answered with no, late answers and failures included."""
-    loads: int = 0
-    stores: int = 0
-    exists: int = 0
-    """Stores of a block that the tier had already."""
-    full: int = 0
-    """Stores refused for want of room."""
-    shed: int = 0
-    """Stores dropped because the tier fell behind, or was closed before it came to them."""
-    corrupt: int = 0
-    failed_loads: int = 0
-    """Blocks that a lookup had promised and a load did not deliver, damaged and overdue ones included."""
-    failed_stores: int = 0
-    failed_calls: int = 0
-    """Calls that the backend ended with an exception."""
-    overdue_calls: int = 0
-    """Lookups and loads given up after their time-out."""
-    bytes_loaded: int = 0
-    bytes_stored: int = 0
-    load_seconds: float = 0.0
-    store_seconds: float = 0.0
-    backlog_bytes: int = 0
-    """Stores accepted and not finished, at this moment."""
-
-
 @dataclass(slots=True)
 class TierReport:
     """What `poll` collected: answers to `ask`, and the slots of transfers that changed their state."""
@@ -92,7 +64,8 @@ class TierReport:
     overdue: list[Slot] = field(default_factory=list["Slot"])
     """Given up, but somebody may still write into them: they stay pinned until they are `released`."""
     released: list[Slot] = field(default_factory=list["Slot"])
-    """Stores that ended, in whichever way, and overdue loads that did after all: to be unpinned, nothing else."""
+    """The tier has no more to do with them: stores that ended or were copied into staging, and overdue loads that
+    ended after all. To be unpinned, nothing else."""
 
 
 class SecondaryTier:
@@ -101,8 +74,11 @@ class SecondaryTier:
     - `threads`: how many transfers run at once (default: `default_threads`); one more answers lookups.
     - `backlog_bytes`: stores accepted and not finished; beyond it a store is shed (one is always accepted).
     - `lookup_timeout`, `load_timeout`: seconds after which an unanswered lookup is a miss, and a load a failed one.
+    - `staging_bytes`: memory for the calls of a store that can hang on a network (default: 256 MiB, or 8 blocks if that
+      is more); a quarter of it is kept for loads. Others need none.
 
-    Raises a `ConfigurationError` or a `StoreOpenError` when the URL cannot be opened, and nothing ever after.
+    Raises a `ConfigurationError` or a `StoreOpenError` when the URL cannot be opened, `ValueError` for staging of less
+    than two blocks, and nothing ever after.
     Threads: one, the manager's, makes all calls; only the constructor and `close` wait.
     """
 
@@ -115,34 +91,46 @@ class SecondaryTier:
         backlog_bytes: int = 1 << 30,
         lookup_timeout: float = 1.0,
         load_timeout: float = 10.0,
+        staging_bytes: int | None = None,
     ) -> None:
         self._owned = not isinstance(tier, BlockStore)
         self._store = tier if isinstance(tier, BlockStore) else open_store(tier)
         self.url = str(self._store.url)
         self._namespace = namespace
         self.backlog_bytes = backlog_bytes
-        self._lookup_timeout = lookup_timeout
         self._load_timeout = load_timeout
+        self._staging = self._made_staging(staging_bytes)
+        self._counters = Counters(self.url)
         threads = threads or default_threads()
         self._transfers: TransferPool[Transfer | Touch] = TransferPool(threads, f"kvstore-{self._store.url.scheme}")
-        self._lookups: TransferPool[Lookup] = TransferPool(1, f"kvstore-{self._store.url.scheme}-lookup")
-        self._questions: dict[BlockKey, None] = {}
+        self._questions = Questions(self._store, namespace, lookup_timeout, self._counters)
         self._to_load: list[Slot] = []
         self._to_store: list[Slot] = []
         self._to_touch: dict[BlockKey, None] = {}
-        self._asking: Lookup | None = None
         self._touching: Touch | None = None
-        self._live: dict[Transfer, None] = {}
+        self._live: dict[Transfer, None] = {}  # all that have not ended, the oldest first
+        self._unstaged: list[Transfer] = []  # those of them that wait for staging memory
         self._backlog = 0
         self._closed = False
-        self._counts: defaultdict[str, Any] = defaultdict(int)
-        self._told: set[str] = set()
+
+    def _made_staging(self, nbytes: int | None) -> Staging | None:
+        if not self._store.capabilities.can_hang:
+            return None
+        try:
+            staging = Staging(nbytes, max(layout.nbytes for layout in self._namespace.layouts))
+        except BaseException:
+            if self._owned:
+                self._store.close()
+            raise
+        # What would have to wait for staging, with its slot pinned, is better shed.
+        self.backlog_bytes = min(self.backlog_bytes, (staging.buffers - staging.share) * staging.buffer_bytes)
+        return staging
 
     # Notes, taken at once and handed on by `submit`.
 
     def ask(self, keys: Iterable[BlockKey]) -> None:
         """Is it there? `poll` answers about each key, no later than the look-up time-out from `submit`."""
-        self._questions.update(dict.fromkeys(keys))
+        self._questions.ask(keys)
 
     def load(self, slot: Slot) -> None:
         """Fetch `slot.key` into the slot, whose pin is lent to the transfer."""
@@ -151,8 +139,8 @@ class SecondaryTier:
     def store(self, slot: Slot) -> bool:
         """Write the slot's block. True lends the caller's pin to the transfer; False: shed, the tier is behind."""
         if self.behind or self._closed:
-            self._count(shed=1)
-            self._tell("behind", "stores are dropped; %d bytes wait to be written", self._backlog)
+            self._counters.add(shed=1)
+            self._counters.tell("behind", "stores are dropped; %d bytes wait to be written", self._backlog)
             return False
         self._backlog += slot.view.nbytes
         self._to_store.append(slot)
@@ -170,29 +158,29 @@ class SecondaryTier:
 
     @property
     def idle(self) -> bool:
-        """Nothing is under way, nor waits for `submit` or `poll`; a lookup that was given up does not count."""
-        asking = self._asking is not None and not self._asking.given_up
-        noted = self._questions or self._to_load or self._to_store or self._to_touch
-        return not (noted or asking or self._live or self._touching)
+        """Nothing is under way, nor waits for `submit` or `poll`; what was given up and has no slot does not count."""
+        noted = self._to_load or self._to_store or self._to_touch
+        awaited = any(job.slots or not job.given_up for job in self._live)
+        return self._questions.idle and not (noted or awaited or self._touching)
 
     @property
     def holds_memory(self) -> bool:
         """A transfer may still touch a slot."""
-        return bool(self._live)
+        return any(job.slots for job in self._live)
 
     # The two ends of the transfer threads, once per step each.
 
     def submit(self) -> None:
         """Hand what was noted to the transfer threads, in batches."""
-        if self._questions and self._asking is None and not self._stuck:
-            self._asking = Lookup(self._store, self._namespace, list(self._questions))
-            self._questions.clear()
-            self._lookups.submit(self._asking)
+        if not self._stuck:
+            self._questions.submit()
+        load, store = (StagedLoad, CopyOut) if self._staging else (Load, Store)
         for batch in self._batches(self._to_load, self._transfers.threads):
-            self._start(Load(self._store, self._namespace, batch))
+            self._start(load(self._store, self._namespace, batch))
         for batch in self._batches(self._to_store, self._transfers.patient_threads):
-            self._start(Store(self._store, self._namespace, batch))
+            self._start(store(self._store, self._namespace, batch))
         self._to_load, self._to_store = [], []
+        self._lend_staging()
         if self._to_touch and self._touching is None:
             self._touching = Touch(self._store, self._namespace, list(self._to_touch))
             self._to_touch.clear()
@@ -200,27 +188,29 @@ class SecondaryTier:
 
     def poll(self) -> TierReport:
         """Collect what ended, give up what is overdue."""
-        report = TierReport()
-        for lookup in self._lookups.collect():
-            self._answered(lookup, report)
+        report = TierReport(answers=self._questions.collect())
         for job in self._transfers.collect():
             self._settle(job, report)
         self._give_up(report)
+        if self._stuck:  # nobody else waits for this tier
+            report.answers += self._questions.refuse()
         return report
 
     def stats(self) -> TierStats:
         """Counters of this moment."""
-        return TierStats(self.url, **self._counts, backlog_bytes=self._backlog)
+        lent = self._staging.lent_bytes if self._staging else 0
+        return self._counters.stats(backlog_bytes=self._backlog, staging_bytes=lent)
 
     def cancel(self) -> TierReport:
-        """Take no more, and drop every transfer that has not started: stores are shed, loads failed."""
+        """Take no more, and drop every transfer that has not started or needs no slot: stores shed, loads failed."""
         self._closed = True
-        self._questions.clear()
+        self._questions.forget()
         report = self.poll()
-        self._dropped(self._to_load, self._to_store, report)
+        self._drop(Load(self._store, self._namespace, self._to_load), report)
+        self._drop(Store(self._store, self._namespace, self._to_store), report)
         self._to_load, self._to_store = [], []
-        for job in [job for job in self._live if self._transfers.cancel(job)]:
-            self._cancelled(job, report)
+        for job in list(self._live):
+            self._end(job, report)
         return report
 
     def close(self, timeout: float) -> bool:
@@ -231,7 +221,7 @@ class SecondaryTier:
         """
         deadline = time.monotonic() + timeout
         ended = self._transfers.close(timeout)
-        ended = self._lookups.close(max(0.0, deadline - time.monotonic())) and ended
+        ended = self._questions.close(max(0.0, deadline - time.monotonic())) and ended
         if ended and self._owned:
             closer = threading.Thread(target=self._close_store, name="kvstore-close", daemon=True)
             closer.start()
@@ -245,10 +235,11 @@ class SecondaryTier:
         """Split so that all threads have work, but no more than `batch_bytes` (and at least a block) each."""
         total = sum(slot.view.nbytes for slot in slots)
         size = min(self._store.capabilities.batch_bytes, max(MIN_BATCH_BYTES, -(-total // threads)))
+        most = self._staging.share if self._staging else len(slots)
         batch: list[Slot] = []
         filled = 0
         for slot in slots:
-            if batch and filled + slot.view.nbytes > size:
+            if batch and (filled + slot.view.nbytes > size or len(batch) == most):
                 yield batch
                 batch, filled = [], 0
             batch.append(slot)
@@ -258,33 +249,53 @@ class SecondaryTier:
 
     def _start(self, job: Transfer) -> None:
         self._live[job] = None
-        self._transfers.submit(job)
+        if isinstance(job, (StagedLoad, CopyOut)):
+            self._unstaged.append(job)
+        else:
+            self._transfers.submit(job)
 
-    def _answered(self, lookup: Lookup, report: TierReport) -> None:
-        self._asking = None
-        if lookup.error is not None:
-            self._failed("lookup", lookup.error)
-        if not lookup.given_up:
-            self._answer(lookup.keys, lookup.found or [False] * len(lookup.keys), report)
-
-    def _answer(self, keys: Sequence[BlockKey], found: Sequence[bool], report: TierReport) -> None:
-        hits = sum(found)
-        self._count(hits=hits, misses=len(keys) - hits)
-        report.answers.extend(zip(keys, found, strict=True))
+    def _lend_staging(self) -> None:
+        """Submit what has been waiting for staging memory, as far as there is some: loads first."""
+        staging = self._staging
+        if staging is None or not self._unstaged:
+            return
+        waiting = sorted(
+            (job for job in self._unstaged if not job.claim.taken), key=lambda job: not isinstance(job, Load)
+        )
+        self._unstaged = []
+        for job in waiting:
+            buffers = staging.take(job.sizes, leave=0 if isinstance(job, Load) else staging.share)
+            if buffers is None:
+                self._unstaged.append(job)
+            else:
+                job.buffers = buffers
+                self._transfers.submit(job)
 
     def _settle(self, job: Transfer | Touch, report: TierReport) -> None:
         if isinstance(job, Touch):
             self._touching = None
             if job.error is not None:
-                self._failed("touch", job.error)
+                self._counters.failed("touch", job.error)
             return
         del self._live[job]
         if job.error is not None:
-            self._failed(type(job).__name__.lower(), job.error)
+            self._counters.failed("load" if isinstance(job, Load) else "store", job.error)
+        if isinstance(job, CopyOut):
+            self._copied(job, report)
+            return
+        self._take_back(job)
         if isinstance(job, Load):
             self._loaded(job, report)
         elif isinstance(job, Store):
             self._stored(job, report)
+
+    def _copied(self, job: CopyOut, report: TierReport) -> None:
+        """The slots are free; the copy goes to the store, if there is still a thread to take it there."""
+        if self._closed or job.error is not None:
+            self._drop(job, report)
+            return
+        report.released.extend(job.slots)
+        self._start(StagedStore(job))
 
     def _loaded(self, job: Load, report: TierReport) -> None:
         if job.given_up:
@@ -298,8 +309,8 @@ class SecondaryTier:
         )
         corrupt = outcomes.count(GetOutcome.CORRUPT)
         if corrupt:
-            self._tell("corrupt", "%d blocks failed their checks; they are computed anew", corrupt)
-        self._count(
+            self._counters.tell("corrupt", "%d blocks failed their checks; they are computed anew", corrupt)
+        self._counters.add(
             loads=len(arrived),
             corrupt=corrupt,
             failed_loads=len(outcomes) - len(arrived),
@@ -310,80 +321,66 @@ class SecondaryTier:
     def _stored(self, job: Store, report: TierReport) -> None:
         report.released.extend(job.slots)
         self._backlog -= job.nbytes
-        outcomes = job.outcomes or [PutOutcome.FAILED] * len(job.slots)
-        stored = [slot for slot, outcome in zip(job.slots, outcomes, strict=True) if outcome is PutOutcome.STORED]
-        self._count(
+        outcomes = job.outcomes or [PutOutcome.FAILED] * len(job.sizes)
+        stored = [size for size, outcome in zip(job.sizes, outcomes, strict=True) if outcome is PutOutcome.STORED]
+        self._counters.add(
             stores=len(stored),
             exists=outcomes.count(PutOutcome.EXISTS),
             full=outcomes.count(PutOutcome.FULL),
             failed_stores=outcomes.count(PutOutcome.FAILED),
-            bytes_stored=sum(slot.view.nbytes for slot in stored),
+            bytes_stored=sum(stored),
             store_seconds=job.seconds,
         )
 
     def _give_up(self, report: TierReport) -> None:
-        """What is not answered in time is a miss; and while such a call is stuck, nobody else waits for this tier."""
+        """Loads that take too long, and stores that got no staging memory for as long."""
         now = time.monotonic()
-        asking = self._asking
-        if asking is not None and not asking.given_up and now - asking.submitted > self._lookup_timeout:
-            asking.given_up = True
-            self._overdue("lookup", self._lookup_timeout)
-            self._answer(asking.keys, [False] * len(asking.keys), report)
-        for load in self._late_loads(now):
-            self._overdue("load", self._load_timeout)
-            if self._transfers.cancel(load):
-                self._cancelled(load, report)
-            else:
-                load.given_up = True
-                report.overdue.extend(load.slots)
-                self._count(failed_loads=len(load.slots))
-        if self._questions and self._stuck:
-            self._answer(list(self._questions), [False] * len(self._questions), report)
-            self._questions.clear()
-
-    def _late_loads(self, now: float) -> list[Load]:
-        loads = (job for job in self._live if isinstance(job, Load))  # in the order of submission
-        late = takewhile(lambda load: now - load.submitted > self._load_timeout, loads)
-        return [load for load in late if not load.given_up]
+        timed = (job for job in self._live if isinstance(job, (Load, CopyOut)))
+        late = takewhile(lambda job: now - job.made > self._load_timeout, timed)
+        for job in [job for job in late if not job.given_up]:
+            self._counters.overdue("load" if isinstance(job, Load) else "store", self._load_timeout)
+            job.given_up = True
+            if not self._end(job, report) and isinstance(job, Load):
+                report.overdue.extend(job.slots)
+                self._counters.add(failed_loads=len(job.slots))
 
     @property
     def _stuck(self) -> bool:
-        calls = self._live if self._asking is None else (self._asking, *self._live)
-        return any(call.given_up for call in calls)
+        return self._questions.stuck or any(job.given_up for job in self._live)
 
-    def _cancelled(self, job: Transfer, report: TierReport) -> None:
-        del self._live[job]
+    def _end(self, job: Transfer, report: TierReport) -> bool:
+        """Part a job from its slots: one that has not started is dropped, a staged load may go on without them.
+
+        False if somebody else may touch them.
+        """
+        if self._transfers.cancel(job):
+            del self._live[job]
+            self._drop(job, report)
+            return True
+        if job.withdraw():
+            report.failed.extend(job.slots)
+            self._counters.add(failed_loads=len(job.slots))
+            job.given_up, job.slots = True, ()
+            return True
+        return False
+
+    def _drop(self, job: Transfer, report: TierReport) -> None:
+        """It is not going to happen: a load failed, a store was shed."""
         if isinstance(job, Load):
-            self._dropped(job.slots, [], report)
+            report.failed.extend(job.slots)
+            self._counters.add(failed_loads=len(job.slots))
         else:
-            self._dropped([], job.slots, report)
+            report.released.extend(job.slots)
+            self._backlog -= job.nbytes
+            self._counters.add(shed=len(job.sizes))
+        self._take_back(job)
 
-    def _dropped(self, loads: Sequence[Slot], stores: Sequence[Slot], report: TierReport) -> None:
-        report.failed.extend(loads)
-        report.released.extend(stores)
-        self._backlog -= sum(slot.view.nbytes for slot in stores)
-        self._count(failed_loads=len(loads), shed=len(stores))
+    def _take_back(self, job: Transfer) -> None:
+        if self._staging:
+            self._staging.give_back(job.buffers)
 
     def _close_store(self) -> None:
         try:
             self._store.close()
         except Exception:
             log.exception("%s: closing failed", self.url)
-
-    def _failed(self, what: str, error: BaseException) -> None:
-        self._count(failed_calls=1)
-        self._tell(what, "%s failed: %r", what, error)
-
-    def _overdue(self, what: str, seconds: float) -> None:
-        self._count(overdue_calls=1)
-        self._tell(f"overdue {what}", "no answer to a %s within %.1f s", what, seconds)
-
-    def _tell(self, kind: str, message: str, *values: object) -> None:
-        """Log the first of each kind; all of them are counted."""
-        if kind not in self._told:
-            self._told.add(kind)
-            log.warning(f"%s: {message} (said once; see the counters)", self.url, *values)
-
-    def _count(self, **more: float) -> None:
-        for name, number in more.items():
-            self._counts[name] += number

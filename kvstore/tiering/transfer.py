@@ -19,7 +19,7 @@ from collections import deque
 from queue import SimpleQueue
 from typing import ClassVar, Generic, TypeVar
 
-__all__ = ["Job", "TransferPool"]
+__all__ = ["Job", "Once", "TransferPool"]
 
 J = TypeVar("J", bound="Job")
 
@@ -27,27 +27,40 @@ NICENESS = 10
 """Added to that of the process for transfer threads (Linux)."""
 
 
+class Once:
+    """True for the first who calls it, on whichever thread, and False for everybody after. Nobody waits."""
+
+    def __init__(self) -> None:
+        self._token = [True]
+
+    def __call__(self) -> bool:
+        try:
+            return self._token.pop()  # atomic, unlike a test followed by an assignment
+        except IndexError:
+            return False
+
+    @property
+    def taken(self) -> bool:
+        """Whether somebody was first already."""
+        return not self._token
+
+
 class Job(ABC):
     """One blocking call, and afterwards what became of it.
 
     `urgent` jobs (loads, lookups) overtake the others (stores). When it is collected, either `error` is set or the
-    call has returned; `seconds` is how long it ran. A cancelled job never starts and is never collected.
+    call has returned; `made` is when the job was made (`time.monotonic`), `seconds` how long it ran. `claim` is true
+    for the thread that is going to run the job, or for who cancels it. A cancelled job never starts and is never
+    collected.
     """
 
     urgent: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        self.submitted = 0.0
+        self.made = time.monotonic()
         self.seconds = 0.0
         self.error: BaseException | None = None
-        self._unclaimed = [True]
-
-    def claim(self) -> bool:
-        """True for the first who calls it: a thread that is going to run the job, or who cancels it."""
-        try:
-            return self._unclaimed.pop()  # atomic, unlike a test followed by an assignment
-        except IndexError:
-            return False
+        self.claim = Once()
 
     @abstractmethod
     def work(self) -> None:
@@ -91,7 +104,6 @@ class TransferPool(Generic[J]):
 
     def submit(self, job: J) -> None:
         """Queue a job. After `close` it is cancelled at once."""
-        job.submitted = time.monotonic()
         if self._closing:
             job.claim()
             return
