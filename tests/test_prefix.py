@@ -40,7 +40,15 @@ FULL, WINDOW, STATE = range(3)
 NEEDS = {FULL: WHOLE, WINDOW: window_blocks(9, TOKENS), STATE: 1}
 BLOCKS = 12
 DIGESTS = tuple(chain_digests(range(BLOCKS * TOKENS), TOKENS))
-PROMPT = Prefix(DIGESTS, NEEDS)
+
+
+def prompt(blocks: int = BLOCKS) -> Prefix:
+    """A request's prompt, of which nothing is known yet."""
+    return Prefix(DIGESTS[:blocks], NEEDS)
+
+
+PROMPT = prompt()
+"""For what it needs; nothing is looked up with this one."""
 
 
 def named(group: int, positions: Iterable[int]) -> list[BlockKey]:
@@ -64,8 +72,9 @@ def store() -> Iterator[MisbehavingStore]:
         backend.release.set()
 
 
-def load(manager: TieringManager, prefix: Prefix = PROMPT, timeout: float = 10.0) -> tuple[int, set[BlockKey]]:
+def load(manager: TieringManager, prefix: Prefix | None = None, timeout: float = 10.0) -> tuple[int, set[BlockKey]]:
     """How much was loaded, and which blocks were delivered: each once, with the bytes that belong to it."""
+    prefix = prefix or prompt()
     delivered: set[BlockKey] = set()
 
     def deliver(key: BlockKey, view: NDArray[np.uint8]) -> None:
@@ -78,13 +87,14 @@ def load(manager: TieringManager, prefix: Prefix = PROMPT, timeout: float = 10.0
     return blocks, delivered
 
 
-def look(manager: TieringManager, prefix: Prefix = PROMPT) -> int:
+def look(manager: TieringManager, prefix: Prefix | None = None) -> int:
     """The answer of `lookup_prefix`, asked once per step until it is final."""
 
     def final() -> tuple[int, LookupResult] | None:
         blocks, answer = lookup_prefix(manager, prefix)
         return (blocks, answer) if answer in (LookupResult.HIT, LookupResult.MISS) else None
 
+    prefix = prefix or prompt()
     blocks, answer = until(manager, final)
     assert (answer is LookupResult.MISS) == (blocks == 0)
     return blocks
@@ -121,8 +131,13 @@ def test_the_usable_prefix_is_the_longest_that_lacks_nothing_it_needs(
 ) -> None:
     """Field report 14: a partial set of groups never counts as a hit."""
     prefix = Prefix(DIGESTS[:length], wanted)
-    lacking = {BlockKey(DIGESTS[position], group) for position, group in holes}
-    assert prefix.usable(lacking) == max(n for n in range(length + 1) if lacking.isdisjoint(prefix.needed(n)))
+    prefix.lacking = {
+        BlockKey(DIGESTS[position], group) for position, group in holes if position < length and group in wanted
+    }
+    fine = [n for n in range(length + 1) if prefix.lacking.isdisjoint(prefix.needed(n))]
+    assert prefix.usable() == max(fine)
+    for slots in range(12):
+        assert prefix.usable(slots) == max(n for n in fine if len(prefix.needed(n)) <= slots)
 
 
 @pytest.mark.parametrize("wanted", [{}, {0: -1}])
@@ -152,7 +167,7 @@ def test_a_load_delivers_what_the_lookup_promised(url: str, lacking: list[BlockK
     fill(url, [key for key in EVERYTHING if key not in lacking], SPACE)
     with managed(url, space=SPACE, primary_slots=40) as manager:
         assert look(manager) == usable
-        blocks, views = prepare_prefix(manager, PROMPT)
+        blocks, views = prepare_prefix(manager, prompt())
         assert blocks == usable
         assert views.keys() == set(PROMPT.needed(usable))
         assert all(np.array_equal(view, content(key, view.nbytes)) for key, view in views.items())
@@ -176,6 +191,32 @@ def test_no_more_of_a_window_is_loaded_than_the_prefix_needs() -> None:
             assert manager.stats().promotions == 12 + 2 + 1
 
 
+@pytest.mark.parametrize(("slots", "usable"), [(1, 0), (3, 1), (4, 1), (5, 2), (8, 5), (14, 11), (15, 12)])
+def test_no_more_is_promised_than_the_primary_tier_holds_at_once(slots: int, usable: int) -> None:
+    with open_store("memory://small"):
+        fill("memory://small", EVERYTHING, SPACE)
+        with managed("memory://small", space=SPACE, primary_slots=slots) as manager:
+            request = prompt()
+            assert look(manager, request) == usable
+            blocks, views = prepare_prefix(manager, request)
+            assert blocks == usable
+            manager.complete_load(list(views))
+
+
+def test_a_primary_tier_that_others_fill_shortens_the_prefix_and_stalls_nobody() -> None:
+    with open_store("memory://busy"):
+        fill("memory://busy", EVERYTHING, SPACE)
+        with managed("memory://busy", space=SPACE, primary_slots=8, slot_timeout=0.1, miss_age=0.1) as manager:
+            others = [BlockKey(bytes([number] * 32), FULL) for number in range(3)]
+            assert sum(view is not None for view in manager.prepare_store(others)) == 3
+            begin = time.monotonic()
+            assert look(manager) == 2, "five slots are left: two blocks, their window and their state"
+            assert time.monotonic() - begin < 5
+            manager.complete_store(others, success=False)
+            manager.forget(EVERYTHING)
+            assert look(manager) == 5
+
+
 # What was promised and does not come
 
 
@@ -196,7 +237,7 @@ def test_a_block_that_fails_its_checks_in_one_group_shortens_the_prefix_for_all(
         assert load(manager)[0] == 11
         manager.forget(EVERYTHING)
         assert look(manager) == 11
-        assert prepare_prefix(manager, PROMPT)[0] == 11
+        assert prepare_prefix(manager, prompt())[0] == 11
         manager.complete_load(PROMPT.needed(11))
 
 
@@ -205,7 +246,7 @@ def test_a_block_lost_between_lookup_and_load_shortens_the_prefix_and_pins_nothi
     with open_store("memory://lost"):
         fill("memory://lost", EVERYTHING, SPACE)
         with managed("memory://lost", space=SPACE, primary_slots=40) as manager:
-            assert look(manager, Prefix(DIGESTS[:9], NEEDS)) == 9
+            assert look(manager, prompt(9)) == 9
             assert look(manager) == 12
             manager.forget(named(FULL, [9]))
             slot = manager.primary.get(named(FULL, [9])[0])
@@ -213,7 +254,7 @@ def test_a_block_lost_between_lookup_and_load_shortens_the_prefix_and_pins_nothi
             manager.primary.pin(slot)
             manager.primary.discard(slot)
             manager.primary.unpin(slot)
-            blocks, views = prepare_prefix(manager, PROMPT)
+            blocks, views = prepare_prefix(manager, prompt())
             assert (blocks, views.keys()) == (9, set(PROMPT.needed(9)))
             manager.complete_load(list(views))
 

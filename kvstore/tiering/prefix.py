@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass, field
+from bisect import bisect_right
 from typing import TYPE_CHECKING
 
 from kvstore.types import BlockKey, LookupResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -35,41 +35,46 @@ def window_blocks(window_tokens: int, block_tokens: int) -> int:
     return -(-(window_tokens - 1) // block_tokens)
 
 
-@dataclass(frozen=True)
 class Prefix:
-    """The blocks of one prompt: one digest per block, from the first on, and what each group needs of them.
+    """The blocks of one request's prompt, what each group needs of them, and what turned out to be missing.
 
-    `needs` has, for each KV-cache group that is needed, how many of the last blocks before the point where the
-    computation goes on: `WHOLE`, or `window_blocks(…)` of a sliding window, or 1 for a state space. Groups that are
-    not in it are not looked at.
+    `digests` has one digest per block, from the first on. `needs` has, for each KV-cache group that is needed, how many
+    of the last blocks before the point where the computation goes on: `WHOLE`, or `window_blocks(…)` of a sliding
+    window, or 1 for a state space. Groups that are not in it are not looked at.
+
+    One per request: a block that was missing once is not promised to it again, so the usable part only ever shrinks,
+    and every question about it comes to an end. Raises `ValueError` for `needs` without a group or below 0.
     """
 
-    digests: tuple[bytes, ...]
-    needs: Mapping[int, int] = field(default_factory=lambda: {0: WHOLE})
-
-    def __post_init__(self) -> None:
+    def __init__(self, digests: Sequence[bytes], needs: Mapping[int, int] | None = None) -> None:
+        self.needs = {0: WHOLE} if needs is None else dict(needs)
         if not self.needs or min(self.needs.values()) < 0:
-            raise ValueError(f"needs={dict(self.needs)}: name at least one group, and the blocks it needs, from 0 on")
-        keys = {group: [BlockKey(digest, group) for digest in self.digests] for group in self.needs}
-        object.__setattr__(self, "_keys", keys)
-        object.__setattr__(self, "_places", {digest: at for at, digest in enumerate(self.digests)})
+            raise ValueError(f"needs={self.needs}: name at least one group, and the blocks it needs, from 0 on")
+        self.lacking: set[BlockKey] = set()
+        """Blocks that were missing, or could not be loaded."""
+        self._keys = {group: [BlockKey(digest, group) for digest in digests] for group in self.needs}
+        self._places = {digest: at for at, digest in enumerate(digests)}
+        self._blocks = len(digests)
 
     def needed(self, blocks: int) -> list[BlockKey]:
         """What has to be there to go on behind the first `blocks` blocks, in the order of the prefix."""
-        keys: dict[int, list[BlockKey]] = self.__dict__["_keys"]
-        firsts = [(keys[group], blocks - last) for group, last in self.needs.items()]
-        return [blocks_of[at] for at in range(blocks) for blocks_of, first in firsts if at >= first]
+        firsts = [(self._keys[group], blocks - last) for group, last in self.needs.items()]
+        return [keys[at] for at in range(blocks) for keys, first in firsts if at >= first]
 
-    def usable(self, lacking: Collection[BlockKey]) -> int:
-        """How many leading blocks can be used when those in `lacking` cannot be had and all others can."""
-        places: dict[bytes, int] = self.__dict__["_places"]
-        holes = [(places[key.digest], key.group) for key in lacking if key.digest in places and key.group in self.needs]
-        blocks = len(self.digests)
+    def usable(self, slots: int | None = None) -> int:
+        """How many leading blocks can be used if all that is not in `lacking` can be had, `slots` blocks at most."""
+        blocks = self._blocks
+        if slots is not None:
+            blocks = bisect_right(range(blocks + 1), slots, key=self._count) - 1
+        holes = [(self._places[key.digest], key.group) for key in self.lacking]
         for at, group in sorted(holes, reverse=True):
             # Every length from here down to the hole needs it, too; ending there, holes further on do not matter.
-            if at >= blocks - self.needs[group]:
+            if blocks - self.needs[group] <= at < blocks:
                 blocks = at
         return blocks
+
+    def _count(self, blocks: int) -> int:
+        return sum(min(blocks, last) for last in self.needs.values())
 
 
 def lookup_prefix(manager: BlockingCalls, prefix: Prefix) -> tuple[int, LookupResult]:
@@ -77,16 +82,18 @@ def lookup_prefix(manager: BlockingCalls, prefix: Prefix) -> tuple[int, LookupRe
 
     HIT: these leading blocks are in the primary tier, in all groups that need them, and kept there for a moment:
     `prepare_prefix` pins them. HIT_PENDING, RETRY: ask again after `step`; the number may shrink. MISS: it is 0.
+    No more is promised than fits into the primary tier at once.
     """
-    lacking: set[BlockKey] = set()
     while True:
-        blocks = prefix.usable(lacking)
+        blocks = prefix.usable(manager.primary.slots)
         wanted = prefix.needed(blocks)
         answers = manager.lookup(wanted)
         missing = {key for key, answer in zip(wanted, answers, strict=True) if answer is LookupResult.MISS}
         if not missing:
             break
-        lacking |= missing
+        prefix.lacking |= missing
+        # What the shorter prefix does without makes room for what it needs.
+        manager.forget(list(set(wanted).difference(prefix.needed(prefix.usable(manager.primary.slots)))))
     if not blocks:
         return 0, LookupResult.MISS
     worst = (LookupResult.RETRY, LookupResult.HIT_PENDING)
@@ -94,22 +101,22 @@ def lookup_prefix(manager: BlockingCalls, prefix: Prefix) -> tuple[int, LookupRe
 
 
 def prepare_prefix(manager: BlockingCalls, prefix: Prefix) -> tuple[int, dict[BlockKey, NDArray[np.uint8]]]:
-    """Pin what is here of `prefix`: how many leading blocks are usable, and the views of all that they need.
+    """Pin what `lookup_prefix` called HIT: how many leading blocks are usable, and the views of all that they need.
 
     A block that is not here (any more) shortens the prefix for every group; what the shorter one does not need is let
     go at once. Each view is to be read only, and needs one `complete_load`. Never waits.
     """
-    lacking: set[BlockKey] = set()
     views: dict[BlockKey, NDArray[np.uint8]] = {}
     while True:
-        blocks = prefix.usable(lacking)
+        blocks = prefix.usable(manager.primary.slots)
         needed = prefix.needed(blocks)
         wanted = [key for key in needed if key not in views]
         pinned = dict(zip(wanted, manager.prepare_load(wanted), strict=True))
         views.update({key: view for key, view in pinned.items() if view is not None})
-        lacking.update(key for key, view in pinned.items() if view is None)
-        if lacking.isdisjoint(needed):
+        missing = pinned.keys() - views.keys()
+        if not missing:
             break
+        prefix.lacking |= missing
     surplus = views.keys() - needed
     manager.complete_load(list(surplus))
     return blocks, {key: view for key, view in views.items() if key not in surplus}
@@ -129,16 +136,15 @@ def load_groups(
     Ends after `timeout` seconds without a block.
     """
     delivered: set[BlockKey] = set()
-    lacking: set[BlockKey] = set()
     deadline = time.monotonic() + timeout
     while True:
-        blocks = prefix.usable(lacking)
+        blocks = prefix.usable()
         wanted = [key for key in prefix.needed(blocks) if key not in delivered]
         loaded = manager.load_prefix(wanted, _by_key(deliver, wanted), timeout=max(0.0, deadline - time.monotonic()))
         if loaded == len(wanted):
             return blocks
         delivered.update(wanted[:loaded])
-        lacking.add(wanted[loaded])
+        prefix.lacking.add(wanted[loaded])
         if loaded:
             deadline = time.monotonic() + timeout
 
