@@ -8,6 +8,7 @@ throughout.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import multiprocessing
 import os
@@ -104,8 +105,9 @@ class Crew:
         """SIGKILL these workers at once; how many were inside a put as they died."""
         killed = [self._workers.pop(seat) for seat in seats]
         for process in killed:
-            assert process.pid is not None
-            os.kill(process.pid, signal.SIGKILL)
+            if process.pid is not None and process.exitcode is None:
+                with contextlib.suppress(ProcessLookupError):  # it ended by itself, and has said why
+                    os.kill(process.pid, signal.SIGKILL)
         for process in killed:
             process.join()
             process.close()
