@@ -528,6 +528,26 @@ def test_a_miss_is_remembered_for_a_moment_and_not_for_longer(store: Misbehaving
         assert manager.stats().promotions == 1
 
 
+def test_a_scheduler_whose_steps_last_longer_than_a_promise_gets_its_blocks_and_its_misses() -> None:
+    with open_store("memory://prompts"):
+        fill("memory://prompts", PROMPT[:8])
+        with managed("memory://prompts", miss_age=0.01, hold=0.01, slot_timeout=PATIENCE) as manager:
+            wanted, answers = PROMPT[:10], []
+            for _ in range(12):
+                answers = manager.lookup(wanted)
+                while answers and answers[0] is HIT:
+                    assert manager.prepare_load(wanted[:1])[0] is not None
+                    manager.complete_load(wanted[:1])
+                    manager.finish_request([wanted.pop(0)])
+                    answers.pop(0)
+                manager.step()
+                time.sleep(0.05)
+            assert answers == [MISS, MISS], "eight came through four slots, two are nowhere"
+            fill("memory://prompts", PROMPT[8:10])
+            assert manager.lookup(wanted) == [RETRY] * 2, "told once, then asked anew"
+            manager.finish_request(wanted)
+
+
 def test_a_miss_is_forgotten_when_the_block_is_stored() -> None:
     with managed("memory://nothing", miss_age=PATIENCE) as manager:
         assert ask(manager, PROMPT[:1]) == [MISS]

@@ -98,12 +98,12 @@ def failing(error: BaseException | None = None) -> Fault:
 class Hanging:
     """Calls that begin wait for `release`; those after it do not wait any more.
 
-    `waiting` are the verbs of the calls that wait at this moment.
+    `waiting` are the verbs of the calls that wait at this moment, `then` what becomes of them.
     """
 
     def __init__(self, then: Fault = honest) -> None:
         self.waiting: list[str] = []
-        self._then = then
+        self.then = then
         self._released = threading.Event()
 
     def release(self) -> None:
@@ -114,7 +114,7 @@ class Hanging:
         self.waiting.append(call.verb)
         self._released.wait()
         self.waiting.remove(call.verb)
-        return self._then(call)
+        return self.then(call)
 
 
 def lying(answer: Any) -> Fault:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Promotions"]
 
+UNTOLD_AGE = 60.0
+"""Seconds for which a miss waits for whoever asked, if that is longer than it is remembered for others."""
+
 
 class Promotions:
     """The queue in front of the slots. Times are `time.monotonic`; every method is called on the manager's thread."""
@@ -33,6 +36,8 @@ class Promotions:
         self._asking: dict[BlockKey, int] = {}
         self._waiting: OrderedDict[BlockKey, tuple[SecondaryTier, float]] = OrderedDict()
         self._missed: OrderedDict[BlockKey, float] = OrderedDict()
+        # A scheduler step may last longer than a miss is remembered: who asked is told of it all the same.
+        self._untold: OrderedDict[BlockKey, float] = OrderedDict()
         self._slot_given = 0.0
         self.started = 0
         self.expired = 0
@@ -53,7 +58,8 @@ class Promotions:
             return LookupResult.HIT_PENDING
         if key in self._asking:
             return LookupResult.RETRY
-        if not self._tiers or self._missed.get(key, 0.0) > now:
+        news = self._untold.pop(key, None) is not None
+        if news or not self._tiers or self._missed.get(key, 0.0) > now:
             return LookupResult.MISS
         return None
 
@@ -77,9 +83,11 @@ class Promotions:
             self.miss(key, now)
 
     def miss(self, key: BlockKey, now: float) -> None:
-        """The block cannot be had: lookups say so at once for `miss_age` seconds."""
+        """The block cannot be had: lookups say so at once for `miss_age` seconds, and once in any case."""
         self._missed[key] = now + self._miss_age
         self._missed.move_to_end(key)
+        self._untold[key] = now + UNTOLD_AGE
+        self._untold.move_to_end(key)
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
         """Nobody wants these any more, or they are here: whoever asks next is told anew."""
@@ -87,6 +95,7 @@ class Promotions:
             self._asking.pop(key, None)
             self._waiting.pop(key, None)
             self._missed.pop(key, None)
+            self._untold.pop(key, None)
 
     def first(self) -> tuple[BlockKey, SecondaryTier] | None:
         """The block that gets the next slot, and the tier that has it."""
@@ -114,5 +123,6 @@ class Promotions:
                 del self._waiting[key]
                 self.miss(key, now)
                 self.expired += 1
-        for key in [key for key, _ in takewhile(lambda entry: entry[1] <= now, self._missed.items())]:
-            del self._missed[key]
+        for misses in (self._missed, self._untold):
+            for key in [key for key, _ in takewhile(lambda entry: entry[1] <= now, misses.items())]:
+                del misses[key]

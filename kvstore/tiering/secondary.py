@@ -46,6 +46,11 @@ MIN_BATCH_BYTES = 1 << 20
 MAX_TOUCHES = 65536
 """Touched keys kept for a tier that is busy; recency is a hint, so more are dropped."""
 
+LOAD_TIMEOUT = 10.0
+"""Seconds. A disk that is busy with others is worth waiting for: its load cannot be parted from its slots anyway."""
+NETWORK_LOAD_TIMEOUT = 4.0
+"""Seconds. A server that is silent for longer is likely to stay so, and a load that is given up costs no slot."""
+
 
 def default_threads() -> int:
     """Transfers side by side: as many as there are CPUs, since more of them only take turns with the scheduler."""
@@ -73,7 +78,8 @@ class SecondaryTier:
 
     - `threads`: how many transfers run at once (default: `default_threads`); one more answers lookups.
     - `backlog_bytes`: stores accepted and not finished; beyond it a store is shed (one is always accepted).
-    - `lookup_timeout`, `load_timeout`: seconds after which an unanswered lookup is a miss, and a load a failed one.
+    - `lookup_timeout`, `load_timeout`: seconds after which an unanswered lookup is a miss, and a load a failed one
+      (default: `LOAD_TIMEOUT`, or `NETWORK_LOAD_TIMEOUT` where a call can hang on a network).
     - `staging_bytes`: memory for the calls of a store that can hang on a network (default: 256 MiB, or 8 blocks if that
       is more); a quarter of it is kept for loads. Others need none.
 
@@ -90,7 +96,7 @@ class SecondaryTier:
         threads: int | None = None,
         backlog_bytes: int = 1 << 30,
         lookup_timeout: float = 1.0,
-        load_timeout: float = 10.0,
+        load_timeout: float | None = None,
         staging_bytes: int | None = None,
     ) -> None:
         self._owned = not isinstance(tier, BlockStore)
@@ -98,7 +104,8 @@ class SecondaryTier:
         self.url = str(self._store.url)
         self._namespace = namespace
         self.backlog_bytes = backlog_bytes
-        self._load_timeout = load_timeout
+        can_hang = self._store.capabilities.can_hang
+        self._load_timeout = load_timeout or (NETWORK_LOAD_TIMEOUT if can_hang else LOAD_TIMEOUT)
         self._staging = self._made_staging(staging_bytes)
         self._counters = Counters(self.url)
         threads = threads or default_threads()
