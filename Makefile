@@ -3,6 +3,7 @@
 #   make demo      a real model answers from stored blocks         make test      the test suite
 #   make lint      formatting, lint, types                         make soak      the long runs
 #   make bench     the tiers beside the bare device                make clean     remove the environments
+#   make test-light   formats and contract without torch, on a newer Python with the newest zarr
 #
 #   make PYTHON=python3.12 …     another Python
 #   make TORCH_INDEX=https://download.pytorch.org/whl/cpu …     the CPU build of torch, or an index of your own
@@ -23,7 +24,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test test-wheel lint soak bench clean environment
+.PHONY: demo test test-light test-wheel lint soak bench clean environment
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -52,6 +53,18 @@ test-wheel: $(VENV)/.dev
 	cd build/wheel/empty && $(abspath $(VENV))-wheel/bin/python -m pytest -n $(WORKERS) --maxprocesses 8 \
 		--rootdir $(CURDIR) -c $(CURDIR)/pyproject.toml -o pythonpath= $(ARGS) $(CURDIR)/$(TESTS)
 
+# What must hold without torch, on Python 3.12 or later (zarr 3.1.6 is the last for 3.11).
+LIGHT_TESTS := tests/backends $(addprefix tests/test_,zarr_format.py formats_page.py file_store.py lmdb_store.py \
+	layout.py layouts.py shards.py keys.py key_properties.py namespace.py url.py registry.py memory_store.py)
+
+test-light:
+	@set -e; python=$$($(PYTHON) .ci/newer_python.py); \
+	if [ -z "$$python" ]; then echo "skipped: no Python 3.12 or later here (the suite without torch wants one)"; exit 0; fi; \
+	[ -e $(VENV)-light/.ready ] || { rm -rf $(VENV)-light; "$$python" -m venv $(VENV)-light; \
+		$(VENV)-light/bin/python -m pip --disable-pip-version-check --quiet install -e '.[test]'; touch $(VENV)-light/.ready; }; \
+	$(VENV)-light/bin/python -c 'import sys, importlib.util as u; sys.exit("torch is installed here: remove $(VENV)-light" if u.find_spec("torch") else 0)'; \
+	$(VENV)-light/bin/python -m pytest -n $(WORKERS) --maxprocesses 8 $(ARGS) $(LIGHT_TESTS)
+
 # In a folder of BENCH_DIR, whose file system is the one that is measured.
 bench: $(VENV)/.dev
 	@set -e; folder=$$(mktemp -d "$$(realpath "$(BENCH_DIR)")/kvstore-bench.XXXXXX"); trap 'rm -rf "$$folder"' EXIT; \
@@ -61,7 +74,7 @@ bench: $(VENV)/.dev
 	for script in benchmarks/*.py; do [ ! -e "$$script" ] || $(BIN)/python "$$script"; done
 
 clean:
-	rm -rf $(VENV) $(VENV)-wheel build
+	rm -rf $(VENV) $(VENV)-wheel $(VENV)-light build
 
 # Environments. A stamp says what is in there already; it is made anew when the requirements change.
 
