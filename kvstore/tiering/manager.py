@@ -83,7 +83,7 @@ class TieringManager(BlockingCalls):
 
     - `hold`: seconds for which a HIT is kept from eviction, so that who asked can pin it; every lookup renews it.
     - `slot_timeout`: seconds without any free slot after which blocks that wait for one become misses.
-    - `miss_age`: seconds for which a MISS is answered without asking the tiers again.
+    - `miss_age`: seconds for which a MISS is answered without asking the tiers again; who asked is told in any case.
 
     Stores may occupy three quarters of the slots, and half of them for one tier, so that loads find room behind a tier
     that writes slowly.
@@ -240,10 +240,10 @@ class TieringManager(BlockingCalls):
         now = time.monotonic()
         for number, tier in enumerate(self._tiers):
             self._take(number, tier.poll(), now)
-        self._promotions.expire(now)
         for slot in [slot for slot, _ in takewhile(lambda entry: entry[1] <= now, self._held.items())]:
             self._let_go(slot)
         self._promote(now)
+        self._promotions.expire(now)  # after a step that lasted longer than the time-out, too, first come slots
         for tier in self._tiers:
             tier.submit()
 
