@@ -133,9 +133,9 @@ class PrefixCache:
         cache = DynamicCache(config=self.model.config)
         if hit_tokens:
             kv = torch.as_tensor(host.view(np.uint8)).view(getattr(torch, self._layout.dtype)).to(self.model.device)
-            update = cast("Callable[[torch.Tensor, torch.Tensor, int], object]", cache.update)
-            for layer, (key, value) in enumerate(kv[:, :, None, :, :hit_tokens]):
-                update(key, value, layer)
+            for layer, (key, value) in zip(_layers(cache), kv[:, :, None, :, :hit_tokens], strict=True):
+                layer.lazy_initialization(key, value)
+                layer.keys, layer.values = key, value  # `update` would copy what is in place already
         return cache, hit_tokens
 
     def store(self, tokens: Sequence[int] | torch.Tensor, cache: DynamicCache, *, start: int = 0) -> int:
