@@ -40,7 +40,6 @@ except ImportError as missing:
     ) from missing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
