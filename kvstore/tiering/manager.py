@@ -138,12 +138,11 @@ class TieringManager(BlockingCalls):
         Promotions happen in the order of `keys` and of calls. Who asks for more blocks than there are slots loads
         those that are HIT, which frees their slots for the next ones.
         """
-        now = time.monotonic()
         unknown: list[BlockKey] = []
-        answers = [self._look(key, now, unknown) for key in keys]
+        answers = [self._look(key, unknown) for key in keys]
         if unknown:
             self._promotions.ask(unknown)
-        self._keep_front(keys, answers, now)
+        self._keep_front(keys, answers, time.monotonic())
         self._hits += answers.count(LookupResult.HIT)
         self._misses += answers.count(LookupResult.MISS)
         return answers
@@ -314,11 +313,11 @@ class TieringManager(BlockingCalls):
         used = len(self._writing) + len(self._cascading)
         return used < self._store_slots and not any(tier.behind for tier in self._tiers)
 
-    def _look(self, key: BlockKey, now: float, unknown: list[BlockKey]) -> LookupResult:
+    def _look(self, key: BlockKey, unknown: list[BlockKey]) -> LookupResult:
         slot = self.primary.get(key)
         if slot is not None:
             return LookupResult.HIT if slot.ready else LookupResult.HIT_PENDING
-        standing = self._promotions.standing(key, now)
+        standing = self._promotions.standing(key)
         if standing is None:
             self.namespace.check_key(key)
             unknown.append(key)

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Promotions"]
 
-UNTOLD_AGE = 60.0
-"""Seconds for which a miss waits for whoever asked, if that is longer than it is remembered for others."""
-
 
 class Promotions:
     """The queue in front of the slots. Times are `time.monotonic`; every method is called on the manager's thread."""
@@ -36,8 +33,6 @@ class Promotions:
         self._asking: dict[BlockKey, int] = {}
         self._waiting: OrderedDict[BlockKey, tuple[SecondaryTier, float]] = OrderedDict()
         self._missed: OrderedDict[BlockKey, float] = OrderedDict()
-        # A scheduler step may last longer than a miss is remembered: who asked is told of it all the same.
-        self._untold: OrderedDict[BlockKey, float] = OrderedDict()
         self._slot_given = 0.0
         self.started = 0
         self.expired = 0
@@ -52,14 +47,13 @@ class Promotions:
         """Blocks that a tier has, without a slot so far."""
         return len(self._waiting)
 
-    def standing(self, key: BlockKey, now: float) -> LookupResult | None:
+    def standing(self, key: BlockKey) -> LookupResult | None:
         """What is known of a block that is not in the primary tier; None: nothing, `ask`."""
         if key in self._waiting:
             return LookupResult.HIT_PENDING
         if key in self._asking:
             return LookupResult.RETRY
-        news = self._untold.pop(key, None) is not None
-        if news or not self._tiers or self._missed.get(key, 0.0) > now:
+        if key in self._missed or not self._tiers:
             return LookupResult.MISS
         return None
 
@@ -83,11 +77,9 @@ class Promotions:
             self.miss(key, now)
 
     def miss(self, key: BlockKey, now: float) -> None:
-        """The block cannot be had: lookups say so at once for `miss_age` seconds, and once in any case."""
+        """The block cannot be had: lookups say so at once for `miss_age` seconds, and until `expire` comes to it."""
         self._missed[key] = now + self._miss_age
         self._missed.move_to_end(key)
-        self._untold[key] = now + UNTOLD_AGE
-        self._untold.move_to_end(key)
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
         """Nobody wants these any more, or they are here: whoever asks next is told anew."""
@@ -95,7 +87,6 @@ class Promotions:
             self._asking.pop(key, None)
             self._waiting.pop(key, None)
             self._missed.pop(key, None)
-            self._untold.pop(key, None)
 
     def first(self) -> tuple[BlockKey, SecondaryTier] | None:
         """The block that gets the next slot, and the tier that has it."""
@@ -123,6 +114,7 @@ class Promotions:
                 del self._waiting[key]
                 self.miss(key, now)
                 self.expired += 1
-        for misses in (self._missed, self._untold):
-            for key in [key for key, _ in takewhile(lambda entry: entry[1] <= now, misses.items())]:
-                del misses[key]
+        # Only here, once per step, and not in the step that found the miss: however long a step is, who asks in every
+        # one of them is told.
+        for key in [key for key, _ in takewhile(lambda entry: entry[1] < now, self._missed.items())]:
+            del self._missed[key]

@@ -77,9 +77,11 @@ class Questions:
         self._noted.clear()
         return self._answered(noted, [False] * len(noted))
 
-    def forget(self) -> None:
-        """Nobody wants to know any more."""
+    def cancel(self) -> None:
+        """Nobody wants to know any more: what has not been asked is not going to be."""
         self._noted.clear()
+        if self._asking is not None and self._thread.cancel(self._asking):
+            self._asking = None
 
     def close(self, timeout: float) -> bool:
         """End the thread; True if it ended within `timeout` seconds."""

@@ -155,7 +155,7 @@ class SecondaryTier:
 
     def touch(self, keys: Iterable[BlockKey]) -> None:
         """Make these blocks young in the store, some time soon."""
-        if len(self._to_touch) < MAX_TOUCHES:
+        if len(self._to_touch) < MAX_TOUCHES and not self._closed:
             self._to_touch.update(dict.fromkeys(keys))
 
     @property
@@ -211,7 +211,10 @@ class SecondaryTier:
     def cancel(self) -> TierReport:
         """Take no more, and drop every transfer that has not started or needs no slot: stores shed, loads failed."""
         self._closed = True
-        self._questions.forget()
+        self._questions.cancel()
+        self._to_touch.clear()
+        if self._touching is not None and self._transfers.cancel(self._touching):
+            self._touching = None
         report = self.poll()
         self._drop(Load(self._store, self._namespace, self._to_load), report)
         self._drop(Store(self._store, self._namespace, self._to_store), report)
