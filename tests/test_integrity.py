@@ -1,0 +1,60 @@
+"""Checksums: the ones that everybody else computes, and no other thread waits for one."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import google_crc32c
+import numpy as np
+import pytest
+
+from kvstore import integrity
+from kvstore.integrity import LARGE_BYTES, crc32c
+
+DATA = np.random.default_rng(0).integers(0, 256, 2 << 20, np.uint8)
+
+
+def test_the_check_value_of_the_standard() -> None:
+    assert crc32c(b"123456789") == 0xE3069283
+    assert crc32c(b"") == 0
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, LARGE_BYTES - 1, LARGE_BYTES, LARGE_BYTES + 1, DATA.nbytes])
+def test_short_or_long_bytes_or_array_in_one_piece_or_two_the_checksum_is_the_same(nbytes: int) -> None:
+    data = DATA[:nbytes]
+    expected = google_crc32c.value(data)
+    assert crc32c(data) == crc32c(data.tobytes()) == expected
+    for cut in (0, nbytes // 3, nbytes):
+        assert crc32c(data[cut:], crc32c(data[:cut])) == expected
+
+
+def test_checksums_of_memory_that_must_not_be_written_to() -> None:
+    data = DATA.copy()
+    data.flags.writeable = False
+    assert crc32c(data) == google_crc32c.value(DATA)
+
+
+def test_without_the_library_behind_the_extension_checksums_are_as_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integrity, "_large", None)
+    assert crc32c(DATA) == google_crc32c.value(DATA)
+
+
+def test_other_threads_go_on_while_a_large_block_is_checked() -> None:
+    """One checksum of 256 MiB takes 10 ms and more: a thread that ticks meanwhile must not see them as one pause."""
+    data = np.ones(256 << 20, np.uint8)
+    begun, ticks, ended = threading.Event(), 0, threading.Event()
+
+    def check() -> None:
+        begun.set()
+        crc32c(data)
+        ended.set()
+
+    checking = threading.Thread(target=check)
+    checking.start()
+    begun.wait()
+    while not ended.is_set():
+        ticks += 1
+        time.sleep(0.0005)
+    checking.join()
+    assert ticks > 3
