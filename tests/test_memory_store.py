@@ -20,7 +20,7 @@ from kvstore import (
     PutOutcome,
     open_store,
 )
-from kvstore.errors import InvalidOptionError, UnknownOptionError
+from kvstore.errors import InvalidOptionError, StoreNotFoundError, UnknownOptionError
 
 SPACE = Namespace("model", "rev", (BlockLayout.opaque(1000),), block_tokens=16)
 KEY = BlockKey(bytes(32))
@@ -86,3 +86,8 @@ def test_options_it_does_not_know_are_refused() -> None:
         open_store("memory://x?durability=fsync")
     with pytest.raises(InvalidOptionError, match="capacity"):
         open_store("memory://x?capacity=lots")
+
+
+def test_nothing_to_read_is_an_error_not_an_empty_store() -> None:
+    with pytest.raises(StoreNotFoundError, match="memory://never-opened"):
+        open_store("memory://never-opened?readonly=true")

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from kvstore.abc import BlockStore, Capabilities
-from kvstore.errors import StoreClosedError
+from kvstore.errors import StoreClosedError, StoreNotFoundError
 from kvstore.integrity import crc32c
 from kvstore.layout import as_bytes
 from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, Usage
@@ -66,6 +66,10 @@ class MemoryStore(BlockStore):
         capacity: Capacity | None = url.option(CAPACITY)
         self._capacity = capacity.bytes if capacity else None
         with _shelves_lock:
+            if self._readonly and url.location not in _shelves:
+                raise StoreNotFoundError(
+                    f"{url}: nothing of that name is open in this process, and it was to be read only"
+                )
             self._shelf: _Shelf | None = _shelves.setdefault(url.location, _Shelf())
 
     def namespaces(self) -> list[Namespace]:
