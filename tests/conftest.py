@@ -14,12 +14,22 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvstore.testing.faults import Hanging
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from concurrent.futures import Executor
 
 settings.register_profile("ci", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ci")
+
+
+@pytest.fixture
+def hanging() -> Iterator[Hanging]:
+    """A fault for the verbs of a `FaultyStore` that are to hang; it lets go of everybody when the test is over."""
+    fault = Hanging()
+    yield fault
+    fault.release()
 
 
 @pytest.fixture(scope="session")

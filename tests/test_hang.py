@@ -47,14 +47,6 @@ PROMPT = keys(60)
 
 
 @pytest.fixture
-def hanging() -> Iterator[Hanging]:
-    """A fault for verbs that are to hang; it lets go of everybody at the end of the test."""
-    fault = Hanging()
-    yield fault
-    fault.release()
-
-
-@pytest.fixture
 def remote() -> Iterator[FaultyStore]:
     """A store that can hang on a network, and behaves until it is told not to."""
     with FaultyStore(open_store("memory://remote"), can_hang=True) as store:
@@ -137,24 +129,26 @@ def test_who_is_copying_into_a_slot_when_the_load_is_given_up_keeps_the_slot_unt
     """Field report 15, at its narrowest: the thread has decided to copy, and has not copied yet."""
     fill(str(remote.url), PROMPT[:1])
     at_the_copy, go_on = threading.Event(), threading.Event()
-    copy = StagedLoad.copy
 
     def copy_late(load: StagedLoad) -> None:
+        slots = list(load.slots)
         at_the_copy.set()
         go_on.wait(PATIENCE)
-        copy(load)
+        for slot, buffer in zip(slots, load.buffers, strict=True):
+            np.copyto(slot.view, buffer.memory)
 
     monkeypatch.setattr(StagedLoad, "copy", copy_late)
-    with managed(impatient(remote), primary_slots=2) as manager:
+    with managed(impatient(remote), primary_slots=4) as manager:
         assert ask(manager, PROMPT[:1]) == [MISS]
         assert at_the_copy.is_set()
-        assert engine_store(manager, PROMPT[10:12]) == PROMPT[10:11], "one slot is free, and not the one being written"
-        view = manager.prepare_load(PROMPT[10:11])[0]
-        assert view is not None
+        others = PROMPT[10:13]
+        assert engine_store(manager, others) == others, "three slots are free, and not the one being written"
+        assert manager.stats().primary.free == 0
         go_on.set()
-        until(manager, lambda: engine_store(manager, PROMPT[12:13]))
-        assert np.array_equal(view, content(PROMPT[10]))
-        manager.complete_load(PROMPT[10:11])
+        until(manager, lambda: manager.stats().primary.free == 1)
+        for key, view in zip(others, manager.prepare_load(others), strict=True):
+            assert np.array_equal(view, content(key))
+        manager.complete_load(others)
         assert manager.lookup(PROMPT[:1]) == [MISS], "what arrived too late is not reported"
 
 
@@ -163,7 +157,7 @@ def test_who_decides_to_copy_after_the_load_was_given_up_does_not_copy(
 ) -> None:
     fill(str(remote.url), PROMPT[:1])
     copies: list[StagedLoad] = []
-    monkeypatch.setattr(StagedLoad, "copy", copies.append)
+    monkeypatch.setattr(StagedLoad, "copy", lambda load: copies.append(load))
     remote.plan["get"] = hanging
     with managed(impatient(remote), primary_slots=1) as manager:
         assert ask(manager, PROMPT[:1]) == [MISS]

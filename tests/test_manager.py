@@ -12,12 +12,12 @@ from tiering_helpers import (
     BLOCK,
     PATIENCE,
     SPACE,
-    MisbehavingStore,
     ask,
     check,
     content,
     engine_load,
     engine_store,
+    faulty,
     fill,
     intact,
     keys,
@@ -28,6 +28,7 @@ from tiering_helpers import (
 
 from kvstore import BlockKey, BlockLayout, BlockWrite, GetOutcome, LookupResult, Namespace, open_store
 from kvstore.errors import InvalidBlockError, ShutdownTimeout, TierUnavailable, UnknownSchemeError
+from kvstore.testing.faults import failing, lying, slow
 from kvstore.tiering import PrimaryTier, SecondaryTier, TieringManager
 
 if TYPE_CHECKING:
@@ -35,17 +36,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore import BlockStore
+    from kvstore.testing.faults import Call, FaultyStore, Hanging
 
 HIT, PENDING, RETRY, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.RETRY, LookupResult.MISS
 PROMPT = keys(60)
 
 
 @pytest.fixture
-def store() -> Iterator[MisbehavingStore]:
+def store() -> Iterator[FaultyStore]:
     """A backend that behaves until it is told not to."""
-    backend = MisbehavingStore()
+    backend = faulty()
     yield backend
-    backend.release.set()
     backend.close()
 
 
@@ -106,7 +107,7 @@ def test_two_tiers_both_get_every_block_and_each_serves_alone(tmp_path: Path) ->
 
 
 def test_tiers_are_asked_in_order_and_the_first_that_has_a_block_serves_it() -> None:
-    first, second = MisbehavingStore("first"), MisbehavingStore("second")
+    first, second = faulty("first"), faulty("second")
     with first, second:
         fill("memory://first", PROMPT[:2])
         fill("memory://second", PROMPT[1:4])
@@ -116,45 +117,47 @@ def test_tiers_are_asked_in_order_and_the_first_that_has_a_block_serves_it() -> 
         assert ("contains", PROMPT[2:5]) in second.calls
 
 
-def test_a_source_overwritten_after_the_store_changes_nothing(store: MisbehavingStore) -> None:
-    store.hang.add("put")
+def test_a_source_overwritten_after_the_store_changes_nothing(store: FaultyStore, hanging: Hanging) -> None:
+    store.plan["put"] = hanging
     source = content(PROMPT[0])
     with managed(store) as manager:
         assert manager.store([BlockWrite(PROMPT[0], source.data)]) == 1
         source[:] = 0
-        until(manager, lambda: store.hanging)
-        store.release.set()
+        until(manager, lambda: hanging.waiting)
+        hanging.release()
     assert intact(store.inner, PROMPT[:1]) == [True]
 
 
-def test_no_slot_is_reused_while_a_slow_tier_still_reads_it(store: MisbehavingStore) -> None:
+def test_no_slot_is_reused_while_a_slow_tier_still_reads_it(store: FaultyStore, hanging: Hanging) -> None:
     fill(str(store.url), PROMPT[20:30])
-    store.hang.add("put")
+    store.plan["put"] = hanging
     with managed(store, slot_timeout=0.1) as manager:
         cascading = engine_store(manager, PROMPT[:4])
         manager.step()
-        until(manager, lambda: store.hanging)
+        until(manager, lambda: hanging.waiting)
         for key in PROMPT[10:20]:  # an engine that needs slots, and scribbles over all that it gets
             for view in manager.prepare_store([key]):
                 if view is not None:
                     view[:] = 0
                     manager.complete_store([key], success=False)
         engine_load(manager, PROMPT[20:30])  # and promotions that need slots, too
-        store.release.set()
+        hanging.release()
         assert manager.drain(PATIENCE)
     shed = manager.stats().tiers[0].shed
     assert sum(intact(store.inner, cascading)) == len(cascading) - shed > 0
 
 
-def test_a_block_stored_again_while_its_store_is_still_running_goes_out_once(store: MisbehavingStore) -> None:
-    store.hang.add("put")
+def test_a_block_stored_again_while_its_store_is_still_running_goes_out_once(
+    store: FaultyStore, hanging: Hanging
+) -> None:
+    store.plan["put"] = hanging
     with managed(store) as manager:
         assert engine_store(manager, PROMPT[:1]) == PROMPT[:1]
-        until(manager, lambda: store.hanging)
+        until(manager, lambda: hanging.waiting)
         assert manager.prepare_store(PROMPT[:1]) == [None]
         assert manager.lookup(PROMPT[:1]) == [HIT]
         assert manager.store(writes(PROMPT[:1])) == 1
-        store.release.set()
+        hanging.release()
     assert [verb for verb, _ in store.calls].count("put") == 1
 
 
@@ -281,20 +284,22 @@ def test_two_requests_that_fit_only_one_after_the_other_both_get_their_blocks() 
             assert served == ["first", "second"]
 
 
-def test_stores_leave_a_quarter_of_the_slots_to_loads_even_if_every_tier_hangs(store: MisbehavingStore) -> None:
+def test_stores_leave_a_quarter_of_the_slots_to_loads_even_if_every_tier_hangs(
+    store: FaultyStore, hanging: Hanging
+) -> None:
     fill(str(store.url), PROMPT[:30])
-    store.hang.add("put")
+    store.plan["put"] = hanging
     tiers = [SecondaryTier(store, SPACE, threads=2), SecondaryTier(store, SPACE, threads=2)]
     with managed(*tiers, primary_slots=8) as manager:
         assert len(engine_store(manager, PROMPT[30:])) == 6
         manager.step()
         assert engine_store(manager, PROMPT[40:]) == []
         assert engine_load(manager, PROMPT[:30]) == 30
-        store.release.set()
+        hanging.release()
 
 
-def test_a_tier_that_hangs_takes_nothing_from_one_that_works(store: MisbehavingStore) -> None:
-    store.hang.add("put")
+def test_a_tier_that_hangs_takes_nothing_from_one_that_works(store: FaultyStore, hanging: Hanging) -> None:
+    store.plan["put"] = hanging
     with open_store("memory://healthy") as healthy, managed(store, "memory://healthy", primary_slots=8) as manager:
         written: list[BlockKey] = []
 
@@ -308,7 +313,7 @@ def test_a_tier_that_hangs_takes_nothing_from_one_that_works(store: MisbehavingS
         assert stuck.shed >= 50
         assert works.stores == 60 - works.shed
         assert sum(intact(healthy, PROMPT)) == works.stores >= 30
-        store.release.set()
+        hanging.release()
 
 
 def test_the_primary_tier_alone_is_a_cache_too() -> None:
@@ -320,45 +325,49 @@ def test_the_primary_tier_alone_is_a_cache_too() -> None:
 # Backends that hang, fail and lie
 
 
-def test_a_lookup_that_hangs_becomes_a_miss_in_time(store: MisbehavingStore) -> None:
+def test_a_lookup_that_hangs_becomes_a_miss_in_time(store: FaultyStore, hanging: Hanging) -> None:
     fill(str(store.url), PROMPT)
-    store.hang.add("contains")
+    store.plan["contains"] = hanging
     with managed(impatient(store)) as manager:
         begin = time.monotonic()
         assert ask(manager, PROMPT[:10]) == [MISS] * 10
         assert ask(manager, PROMPT[10:20]) == [MISS] * 10
         assert time.monotonic() - begin < 2.0
-        store.release.set()
+        hanging.release()
 
 
-def test_closing_behind_a_store_that_hangs_raises_in_time_and_drops_what_waits(store: MisbehavingStore) -> None:
-    store.hang.add("put")
+def test_closing_behind_a_store_that_hangs_raises_in_time_and_drops_what_waits(
+    store: FaultyStore, hanging: Hanging
+) -> None:
+    store.plan["put"] = hanging
     manager = TieringManager(SPACE, [SecondaryTier(store, SPACE, threads=1)], primary_slots=8)
     assert engine_store(manager, PROMPT[:1])
     manager.step()
-    until(manager, lambda: store.hanging)
+    until(manager, lambda: hanging.waiting)
     assert engine_store(manager, PROMPT[1:3])
     with pytest.raises(ShutdownTimeout):
         manager.close(timeout=0.3)
     assert manager.stats().tiers[0].shed == 2
-    store.release.set()
+    hanging.release()
     until(manager, lambda: manager.stats().primary.pinned == 0)
     assert manager.lookup([*PROMPT[:2], PROMPT[9]]) == [HIT, HIT, MISS]
     assert manager.stats().tiers[0].stores == 1
 
 
-def test_closing_behind_a_lookup_that_hangs_holds_no_memory_and_does_not_raise(store: MisbehavingStore) -> None:
-    store.hang.add("contains")
+def test_closing_behind_a_lookup_that_hangs_holds_no_memory_and_does_not_raise(
+    store: FaultyStore, hanging: Hanging
+) -> None:
+    store.plan["contains"] = hanging
     manager = TieringManager(SPACE, [store], primary_slots=4)
     manager.lookup(PROMPT)
-    until(manager, lambda: store.hanging)
+    until(manager, lambda: hanging.waiting)
     begin = time.monotonic()
     manager.close(timeout=0.3)
     assert time.monotonic() - begin < 2.0
 
 
-def test_closing_lets_queued_stores_finish(store: MisbehavingStore) -> None:
-    store.delay["put"] = 0.05
+def test_closing_lets_queued_stores_finish(store: FaultyStore) -> None:
+    store.plan["put"] = slow(0.05)
     with managed(store, primary_slots=64) as manager:
         assert len(engine_store(manager, PROMPT[:20])) == 20
     assert intact(store.inner, PROMPT[:20]) == [True] * 20
@@ -366,31 +375,31 @@ def test_closing_lets_queued_stores_finish(store: MisbehavingStore) -> None:
 
 @pytest.mark.parametrize("error", [TierUnavailable("down"), OSError(5, "I/O error"), RuntimeError("bug"), SystemExit()])
 def test_a_backend_that_fails_is_misses_and_counts_and_never_an_exception(
-    store: MisbehavingStore, error: BaseException
+    store: FaultyStore, error: BaseException
 ) -> None:
     fill(str(store.url), PROMPT)
     with managed(store, primary_slots=8) as manager:
-        store.fail = dict.fromkeys(("get", "put", "touch"), error)
+        store.plan = dict.fromkeys(("get", "put", "touch"), failing(error))
         assert ask(manager, PROMPT[:3]) == [MISS] * 3, "promised by a lookup, not delivered by the load"
         assert engine_store(manager, PROMPT[:3]) == PROMPT[:3], "so the engine computes them"
         assert manager.lookup(PROMPT[:3]) == [HIT] * 3
         manager.finish_request(PROMPT[:3])
         assert manager.drain(PATIENCE)
-        store.fail["contains"] = error
+        store.plan["contains"] = failing(error)
         assert ask(manager, PROMPT[10:13]) == [MISS] * 3
         assert manager.load_prefix(PROMPT[10:], [np.empty(BLOCK, np.uint8).data] * 50) == 0
         stats = manager.stats().tiers[0]
         assert (stats.failed_loads, stats.failed_stores) == (3, 3)
         assert stats.failed_calls >= 5
-        store.fail = {}
+        store.plan.clear()
         assert manager.load_prefix(PROMPT[10:], [np.empty(BLOCK, np.uint8).data] * 50) == 50, "hits once it is back"
 
 
 def test_a_load_that_fails_after_a_positive_lookup_is_a_miss_at_once_and_not_tried_again(
-    store: MisbehavingStore,
+    store: FaultyStore,
 ) -> None:
     fill(str(store.url), PROMPT)
-    store.answer["get"] = lambda _, blocks: [GetOutcome.CORRUPT] * len(blocks)
+    store.plan["get"] = lying(GetOutcome.CORRUPT)
     with managed(store) as manager:
         assert ask(manager, PROMPT[:2]) == [MISS] * 2
         end = time.monotonic() + 0.3
@@ -402,18 +411,17 @@ def test_a_load_that_fails_after_a_positive_lookup_is_a_miss_at_once_and_not_tri
         assert manager.stats().tiers[0].corrupt == 2
 
 
-def test_a_promotion_publishes_exactly_the_blocks_that_arrived_intact(store: MisbehavingStore) -> None:
+def test_a_promotion_publishes_exactly_the_blocks_that_arrived_intact(store: FaultyStore) -> None:
     fill(str(store.url), PROMPT[:3])
-    store.answer["contains"] = lambda _, names: [True] * len(names)
-    read = store.inner.get_many_into
+    store.plan["contains"] = lying(True)
 
-    def one_is_damaged(space: Namespace, blocks: Any) -> list[GetOutcome]:
-        outcomes = read(space, blocks)
-        blocks[1].into[:4] = b"rot!"
+    def one_is_damaged(call: Call) -> list[GetOutcome]:
+        outcomes: list[GetOutcome] = call.answer()
+        call.blocks[1].into[:4] = b"rot!"
         outcomes[1] = GetOutcome.CORRUPT
         return outcomes
 
-    store.answer["get"] = one_is_damaged
+    store.plan["get"] = one_is_damaged
     with managed(store) as manager:
         assert ask(manager, PROMPT[:4]) == [HIT, MISS, HIT, MISS]
 
@@ -438,9 +446,9 @@ def _size(path: Path) -> int:
     return path.stat().st_size
 
 
-def test_no_call_of_the_engine_waits_for_a_backend(store: MisbehavingStore) -> None:
+def test_no_call_of_the_engine_waits_for_a_backend(store: FaultyStore, hanging: Hanging) -> None:
     fill(str(store.url), PROMPT[:30])
-    store.hang = {"contains", "get", "put", "touch"}
+    store.plan = dict.fromkeys(("contains", "get", "put", "touch"), hanging)
     with managed(impatient(store), primary_slots=8) as manager:
         worst = 0.0
         calls: list[Callable[[], object]] = [
@@ -458,13 +466,13 @@ def test_no_call_of_the_engine_waits_for_a_backend(store: MisbehavingStore) -> N
                 call()
                 worst = max(worst, time.perf_counter() - begin)
         assert worst < 0.1
-        store.release.set()
+        hanging.release()
 
 
 # Hearsay
 
 
-def test_a_miss_is_remembered_for_a_moment_and_not_for_longer(store: MisbehavingStore) -> None:
+def test_a_miss_is_remembered_for_a_moment_and_not_for_longer(store: FaultyStore) -> None:
     with managed(store, miss_age=0.2) as manager:
         assert ask(manager, PROMPT[:1]) == [MISS]
         fill(str(store.url), PROMPT[:1])
@@ -506,7 +514,7 @@ def test_a_miss_is_forgotten_when_the_block_is_stored() -> None:
         assert ask(manager, PROMPT[:1]) == [HIT]
 
 
-def test_a_finished_request_is_young_in_every_tier_and_nothing_is_promoted_for_it(store: MisbehavingStore) -> None:
+def test_a_finished_request_is_young_in_every_tier_and_nothing_is_promoted_for_it(store: FaultyStore) -> None:
     fill(str(store.url), PROMPT)
     with managed(store, slot_timeout=PATIENCE) as manager:
         manager.lookup(PROMPT)
@@ -525,7 +533,7 @@ def test_a_touch_keeps_a_block_from_being_the_next_to_go() -> None:
         assert manager.lookup(PROMPT[:2]) == [HIT, MISS]
 
 
-def test_answers_to_questions_that_nobody_has_any_more_start_nothing(store: MisbehavingStore) -> None:
+def test_answers_to_questions_that_nobody_has_any_more_start_nothing(store: FaultyStore) -> None:
     fill(str(store.url), PROMPT)
     with managed(store) as manager:
         manager.lookup(PROMPT)
@@ -587,29 +595,29 @@ def test_load_prefix_hands_blocks_to_a_function_in_order_and_survives_its_except
                 manager.load_prefix(PROMPT, look)
 
 
-def test_load_prefix_and_prefetch_end_in_time_when_the_tier_hangs(store: MisbehavingStore) -> None:
+def test_load_prefix_and_prefetch_end_in_time_when_the_tier_hangs(store: FaultyStore, hanging: Hanging) -> None:
     fill(str(store.url), PROMPT)
-    store.hang.add("get")
+    store.plan["get"] = hanging
     with managed(store) as manager:
         begin = time.monotonic()
         assert manager.prefetch(PROMPT, timeout=0.2) == 0
         assert manager.load_prefix(PROMPT, [np.empty(BLOCK, np.uint8).data] * 60, timeout=0.2) == 0
         assert time.monotonic() - begin < 2.0
-        store.release.set()
+        hanging.release()
 
 
-def test_store_waits_for_a_slow_tier_and_not_for_ever(store: MisbehavingStore) -> None:
-    store.delay["put"] = 0.01
+def test_store_waits_for_a_slow_tier_and_not_for_ever(store: FaultyStore, hanging: Hanging) -> None:
+    store.plan["put"] = slow(0.01)
     with managed(store) as manager:
         assert manager.store(writes(PROMPT)) == 60
         assert manager.stats().tiers[0].shed == 0, "who can wait loses nothing"
         assert manager.drain(PATIENCE)
-        store.hang.add("put")
+        store.plan["put"] = hanging
         begin = time.monotonic()
         assert manager.store(writes(keys(60, "b")), timeout=0.2) == 60, "they are in the primary tier, or were"
         assert time.monotonic() - begin < 2.0
         assert manager.stats().tiers[0].shed == 58
-        store.release.set()
+        hanging.release()
 
 
 def test_prefetch_brings_the_front_of_a_prefix_as_far_as_there_are_slots() -> None:
@@ -622,12 +630,12 @@ def test_prefetch_brings_the_front_of_a_prefix_as_far_as_there_are_slots() -> No
             assert manager.prefetch(PROMPT[4:]) == 4
 
 
-def test_draining_tells_whether_it_was_enough(store: MisbehavingStore) -> None:
-    store.hang.add("put")
+def test_draining_tells_whether_it_was_enough(store: FaultyStore, hanging: Hanging) -> None:
+    store.plan["put"] = hanging
     with managed(store) as manager:
         engine_store(manager, PROMPT[:1])
         assert not manager.drain(0.05)
-        store.release.set()
+        hanging.release()
         assert manager.drain(PATIENCE)
     assert intact(store.inner, PROMPT[:1]) == [True]
 
@@ -635,7 +643,7 @@ def test_draining_tells_whether_it_was_enough(store: MisbehavingStore) -> None:
 # Opening
 
 
-def test_a_tier_that_cannot_be_opened_is_an_error_and_the_others_are_closed(store: MisbehavingStore) -> None:
+def test_a_tier_that_cannot_be_opened_is_an_error_and_the_others_are_closed(store: FaultyStore) -> None:
     with pytest.raises(UnknownSchemeError):
         TieringManager(SPACE, ["memory://first", SecondaryTier(store, SPACE), "nowhere://x"], primary_slots=4)
     names = [thread.name for thread in threading.enumerate()]

@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiering_helpers import MisbehavingStore, content, fill, managed, until
+from tiering_helpers import content, faulty, fill, managed, until
 
 from kvstore import BlockKey, BlockLayout, GetOutcome, LookupResult, Namespace, open_store
-from kvstore.errors import TierUnavailable
 from kvstore.keys import chain_digests
+from kvstore.testing.faults import failing
 from kvstore.tiering import WHOLE, Prefix, load_groups, lookup_prefix, prepare_prefix, window_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from kvstore import BlockRead
+    from kvstore.testing.faults import Call, FaultyStore, Hanging
     from kvstore.tiering import TieringManager
 
 TOKENS = 4
@@ -66,10 +66,9 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.fixture
-def store() -> Iterator[MisbehavingStore]:
-    with MisbehavingStore() as backend:
+def store() -> Iterator[FaultyStore]:
+    with faulty() as backend:
         yield backend
-        backend.release.set()
 
 
 def load(manager: TieringManager, prefix: Prefix | None = None, timeout: float = 10.0) -> tuple[int, set[BlockKey]]:
@@ -220,19 +219,18 @@ def test_a_primary_tier_that_others_fill_shortens_the_prefix_and_stalls_nobody()
 # What was promised and does not come
 
 
-def test_a_block_that_fails_its_checks_in_one_group_shortens_the_prefix_for_all(store: MisbehavingStore) -> None:
+def test_a_block_that_fails_its_checks_in_one_group_shortens_the_prefix_for_all(store: FaultyStore) -> None:
     """Field report 14, at load time."""
-    fill("memory://misbehaving", EVERYTHING, SPACE)
+    fill("memory://faulty", EVERYTHING, SPACE)
     damaged = named(WINDOW, [11])[0]
 
-    def get(space: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
-        outcomes = store.inner.get_many_into(space, blocks)
+    def get(call: Call) -> list[GetOutcome]:
         return [
-            GetOutcome.CORRUPT if block.key == damaged else outcome
-            for block, outcome in zip(blocks, outcomes, strict=True)
+            GetOutcome.CORRUPT if key == damaged else outcome
+            for key, outcome in zip(call.keys, call.answer(), strict=True)
         ]
 
-    store.answer["get"] = get
+    store.plan["get"] = get
     with managed(store, space=SPACE, primary_slots=40) as manager:
         assert load(manager)[0] == 11
         manager.forget(EVERYTHING)
@@ -259,27 +257,22 @@ def test_a_block_lost_between_lookup_and_load_shortens_the_prefix_and_pins_nothi
             manager.complete_load(list(views))
 
 
-def test_a_tier_that_fails_for_one_group_ends_in_a_shorter_prefix_soon(store: MisbehavingStore) -> None:
-    fill("memory://misbehaving", EVERYTHING, SPACE)
+def test_a_tier_that_fails_for_one_group_ends_in_a_shorter_prefix_soon(store: FaultyStore) -> None:
+    fill("memory://faulty", EVERYTHING, SPACE)
 
-    def get(space: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
-        if any(block.key.group == STATE for block in blocks):
-            raise TierUnavailable("not now")
-        return store.inner.get_many_into(space, blocks)
-
-    store.answer["get"] = get
+    store.plan["get"] = lambda call: failing()(call) if STATE in {key.group for key in call.keys} else call.answer()
     with managed(store, space=SPACE, primary_slots=40) as manager:
         begin = time.monotonic()
         assert load(manager, timeout=2.0)[0] == 0
         assert time.monotonic() - begin < 5
 
 
-def test_a_tier_that_hangs_is_waited_for_once_and_not_block_by_block(store: MisbehavingStore) -> None:
-    fill("memory://misbehaving", EVERYTHING, SPACE)
-    store.hang.add("get")
+def test_a_tier_that_hangs_is_waited_for_once_and_not_block_by_block(store: FaultyStore, hanging: Hanging) -> None:
+    fill("memory://faulty", EVERYTHING, SPACE)
+    store.plan["get"] = hanging
     with managed(store, space=SPACE, primary_slots=40) as manager:
         begin = time.monotonic()
         assert load(manager, Prefix(DIGESTS, {WINDOW: 1}), timeout=0.3) == (0, set())
         assert time.monotonic() - begin < 2
-        store.release.set()
-        store.hang.clear()
+        hanging.release()
+        store.plan.clear()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from tiering_helpers import BLOCK, PATIENCE, SPACE, MisbehavingStore, content, fill, keys
+from tiering_helpers import BLOCK, PATIENCE, SPACE, content, faulty, fill, keys
 
 from kvstore import GetOutcome, PutOutcome, open_store
 from kvstore.errors import TierUnavailable, UnknownSchemeError
+from kvstore.testing.faults import failing
 from kvstore.tiering import PrimaryTier, SecondaryTier, TierStats
 from kvstore.tiering.secondary import TierReport
 
@@ -21,24 +23,24 @@ if TYPE_CHECKING:
     from typing import Any
 
     from kvstore import BlockKey
+    from kvstore.testing.faults import Call, FaultyStore, Hanging
     from kvstore.tiering.primary import Slot
 
 KEYS = keys(64)
 
 
 @pytest.fixture
-def store() -> Iterator[MisbehavingStore]:
+def store() -> Iterator[FaultyStore]:
     """A backend that behaves until it is told not to, and lets go of every caller at the end of the test."""
-    backend = MisbehavingStore()
+    backend = faulty()
     yield backend
-    backend.release.set()
     backend.close()
 
 
 class Bench:
     """A tier on the bench: slots to lend to it, and everything it ever reported."""
 
-    def __init__(self, store: MisbehavingStore, **options: Any) -> None:
+    def __init__(self, store: FaultyStore, **options: Any) -> None:
         self.tier = SecondaryTier(store, SPACE, **options)
         self.primary = PrimaryTier(64, BLOCK)
         self.report = TierReport()
@@ -77,16 +79,16 @@ class Bench:
 
 
 @pytest.fixture
-def bench(store: MisbehavingStore) -> Iterator[Bench]:
-    """A tier with little patience over the misbehaving store."""
+def bench(store: FaultyStore, hanging: Hanging) -> Iterator[Bench]:
+    """A tier with little patience over a store that misbehaves on order."""
     made = Bench(store, threads=2, lookup_timeout=0.15, load_timeout=0.15)
     yield made
-    store.release.set()
+    hanging.release()
     made.tier.cancel()
     assert made.tier.close(PATIENCE)
 
 
-def test_what_was_stored_is_found_and_loaded_by_another_tier(store: MisbehavingStore, bench: Bench) -> None:
+def test_what_was_stored_is_found_and_loaded_by_another_tier(store: FaultyStore, bench: Bench) -> None:
     assert bench.store(KEYS[:5]) == [True] * 5
     assert [slot.key for slot in bench.settle().released] == KEYS[:5]
     other = Bench(store)
@@ -105,7 +107,7 @@ def test_what_was_stored_is_found_and_loaded_by_another_tier(store: MisbehavingS
     assert not store.closed, "a store that was handed in stays its owner's"
 
 
-def test_keys_asked_in_one_step_go_in_one_call(store: MisbehavingStore, bench: Bench) -> None:
+def test_keys_asked_in_one_step_go_in_one_call(store: FaultyStore, bench: Bench) -> None:
     bench.tier.ask(KEYS[:3])
     bench.tier.ask(KEYS[2:9])
     bench.settle()
@@ -114,10 +116,10 @@ def test_keys_asked_in_one_step_go_in_one_call(store: MisbehavingStore, bench: B
 
 @pytest.mark.parametrize(("batch_blocks", "calls"), [(2, 16), (8, 4), (1000, 2)])
 def test_transfers_are_split_to_suit_the_store_and_to_use_every_thread(
-    store: MisbehavingStore, monkeypatch: pytest.MonkeyPatch, batch_blocks: int, calls: int
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch, batch_blocks: int, calls: int
 ) -> None:
     monkeypatch.setattr("kvstore.tiering.secondary.MIN_BATCH_BYTES", BLOCK)
-    store.capabilities = MisbehavingStore(batch_bytes=batch_blocks * BLOCK).capabilities
+    store.capabilities = replace(store.capabilities, batch_bytes=batch_blocks * BLOCK)
     fill(str(store.url), KEYS)
     made = Bench(store, threads=2)
     made.load(KEYS[:32])
@@ -129,10 +131,10 @@ def test_transfers_are_split_to_suit_the_store_and_to_use_every_thread(
 
 
 def test_a_lookup_without_an_answer_is_a_miss_in_time_and_the_late_answer_is_ignored(
-    store: MisbehavingStore, bench: Bench
+    store: FaultyStore, bench: Bench, hanging: Hanging
 ) -> None:
     fill(str(store.url), KEYS[:3])
-    store.hang.add("contains")
+    store.plan["contains"] = hanging
     begin = time.monotonic()
     bench.tier.ask(KEYS[:3])
     report = bench.settle()
@@ -145,9 +147,9 @@ def test_a_lookup_without_an_answer_is_a_miss_in_time_and_the_late_answer_is_ign
     assert time.monotonic() - begin < 0.1, "nobody waits again for a tier that is being waited for"
     assert len(store.calls) == 1, "and no calls pile up behind the one that hangs"
     assert bench.tier.stats().overdue_calls == 1
-    store.hang.clear()
-    store.release.set()
-    bench.run(lambda: not store.hanging and not bench.tier._stuck)
+    store.plan.clear()
+    hanging.release()
+    bench.run(lambda: not hanging.waiting and not bench.tier._stuck)
     assert len(report.answers) == 5
     bench.tier.ask(KEYS[:3])
     bench.settle()
@@ -155,10 +157,10 @@ def test_a_lookup_without_an_answer_is_a_miss_in_time_and_the_late_answer_is_ign
 
 
 def test_a_load_that_hangs_is_given_up_in_time_and_its_slot_is_held_until_it_ends(
-    store: MisbehavingStore, bench: Bench
+    store: FaultyStore, bench: Bench, hanging: Hanging
 ) -> None:
     fill(str(store.url), KEYS[:3])
-    store.hang.add("get")
+    store.plan["get"] = hanging
     slots = bench.load(KEYS[:1])
     report = bench.run(lambda: bench.report.overdue)
     assert report.overdue == slots
@@ -166,8 +168,8 @@ def test_a_load_that_hangs_is_given_up_in_time_and_its_slot_is_held_until_it_end
     bench.tier.ask(KEYS[1:2])
     bench.run(lambda: report.answers)
     assert report.answers == [(KEYS[1], False)], "who comes next does not wait for a tier that is stuck"
-    store.hang.clear()
-    store.release.set()
+    store.plan.clear()
+    hanging.release()
     bench.settle()
     assert (report.loaded, report.failed, report.released) == ([], [], slots), "its end frees the slot, nothing more"
     assert not bench.tier.holds_memory
@@ -177,14 +179,14 @@ def test_a_load_that_hangs_is_given_up_in_time_and_its_slot_is_held_until_it_end
 
 
 def test_a_load_queued_behind_one_that_hangs_is_given_up_and_its_slot_free_at_once(
-    store: MisbehavingStore, bench: Bench
+    store: FaultyStore, bench: Bench, hanging: Hanging
 ) -> None:
     fill(str(store.url), KEYS[:3])
-    store.hang.add("get")
+    store.plan["get"] = hanging
     for name in KEYS[:2]:
         bench.load([name])
         bench.tier.submit()
-    bench.run(lambda: len(store.hanging) == 2)
+    bench.run(lambda: len(hanging.waiting) == 2)
     queued = bench.load(KEYS[2:3])
     report = bench.run(lambda: len(bench.report.overdue) == 2 and bench.report.failed)
     assert report.failed == queued
@@ -193,10 +195,10 @@ def test_a_load_queued_behind_one_that_hangs_is_given_up_and_its_slot_free_at_on
 
 @pytest.mark.parametrize("error", [TierUnavailable("down"), OSError(5, "I/O error"), MemoryError(), SystemExit()])
 def test_no_error_of_a_backend_gets_out_of_its_tier(
-    store: MisbehavingStore, bench: Bench, error: BaseException, caplog: pytest.LogCaptureFixture
+    store: FaultyStore, bench: Bench, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(str(store.url), KEYS[:4])
-    store.fail = dict.fromkeys(("contains", "get", "put", "touch"), error)
+    store.plan = dict.fromkeys(("contains", "get", "put", "touch"), failing(error))
     for _ in range(2):
         bench.tier.ask(KEYS[:4])
         slots = bench.load(KEYS[:2])
@@ -216,18 +218,18 @@ def test_no_error_of_a_backend_gets_out_of_its_tier(
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(said) == 4, f"each kind of failure is said once: {said}"
     assert all(str(store.url) in line for line in said)
-    store.fail = {}
+    store.plan.clear()
     bench.tier.ask(KEYS[:4])
     assert bench.settle().answers == [(key, True) for key in KEYS[:4]]
 
 
 @pytest.mark.parametrize("lie", [[], [True], [True] * 9])
 def test_a_backend_that_answers_about_other_than_what_it_was_asked_is_not_believed(
-    store: MisbehavingStore, bench: Bench, lie: list[bool]
+    store: FaultyStore, bench: Bench, lie: list[bool]
 ) -> None:
-    store.answer["contains"] = lambda *_: lie
-    store.answer["get"] = lambda *_: [GetOutcome.HIT] * len(lie)
-    store.answer["put"] = lambda *_: [PutOutcome.STORED] * len(lie)
+    store.plan["contains"] = lambda _: lie
+    store.plan["get"] = lambda _: [GetOutcome.HIT] * len(lie)
+    store.plan["put"] = lambda _: [PutOutcome.STORED] * len(lie)
     bench.tier.ask(KEYS[:4])
     slots = bench.load(KEYS[:4])
     bench.store(KEYS[4:8])
@@ -237,16 +239,15 @@ def test_a_backend_that_answers_about_other_than_what_it_was_asked_is_not_believ
     assert bench.tier.stats().failed_stores == 4
 
 
-def test_only_the_blocks_that_did_not_arrive_intact_fail(store: MisbehavingStore, bench: Bench) -> None:
+def test_only_the_blocks_that_did_not_arrive_intact_fail(store: FaultyStore, bench: Bench) -> None:
     fill(str(store.url), KEYS[:4])
-    inner = store.inner.get_many_into
 
-    def one_is_damaged(*call: Any) -> list[GetOutcome]:
-        outcomes = inner(*call)
+    def one_is_damaged(call: Call) -> list[GetOutcome]:
+        outcomes: list[GetOutcome] = call.answer()
         outcomes[1] = GetOutcome.CORRUPT
         return outcomes
 
-    store.answer["get"] = one_is_damaged
+    store.plan["get"] = one_is_damaged
     slots = bench.load([*KEYS[:4], KEYS[9]])
     report = bench.settle()
     assert [slot.key for slot in report.loaded] == [KEYS[0], KEYS[2], KEYS[3]]
@@ -256,10 +257,10 @@ def test_only_the_blocks_that_did_not_arrive_intact_fail(store: MisbehavingStore
 
 
 def test_a_tier_that_falls_behind_drops_stores_and_still_serves_loads(
-    store: MisbehavingStore, caplog: pytest.LogCaptureFixture
+    store: FaultyStore, caplog: pytest.LogCaptureFixture, hanging: Hanging
 ) -> None:
     fill(str(store.url), KEYS[:4])
-    store.hang.add("put")
+    store.plan["put"] = hanging
     made = Bench(store, threads=2, backlog_bytes=5 * BLOCK)
     taken = made.store(KEYS[10:30])
     assert taken == [True] * 5 + [False] * 15
@@ -268,7 +269,7 @@ def test_a_tier_that_falls_behind_drops_stores_and_still_serves_loads(
     slots = made.load(KEYS[:4])
     report = made.run(lambda: len(made.report.loaded) == 4)
     assert report.loaded == slots
-    store.release.set()
+    hanging.release()
     made.settle()
     assert made.tier.stats().backlog_bytes == 0
     assert made.store(KEYS[30:32]) == [True, True], "accepted again once the tier has caught up"
@@ -276,48 +277,48 @@ def test_a_tier_that_falls_behind_drops_stores_and_still_serves_loads(
     assert made.tier.close(PATIENCE)
 
 
-def test_one_store_is_accepted_even_if_it_is_larger_than_the_backlog(store: MisbehavingStore) -> None:
+def test_one_store_is_accepted_even_if_it_is_larger_than_the_backlog(store: FaultyStore) -> None:
     made = Bench(store, backlog_bytes=1)
     assert made.store(KEYS[:2]) == [True, False]
     made.settle()
     assert made.tier.close(PATIENCE)
 
 
-def test_loads_overtake_stores_that_were_queued_before_them(store: MisbehavingStore) -> None:
+def test_loads_overtake_stores_that_were_queued_before_them(store: FaultyStore, hanging: Hanging) -> None:
     fill(str(store.url), KEYS[:4])
-    store.hang.add("put")
+    store.plan["put"] = hanging
     made = Bench(store, threads=1)
     for name in KEYS[10:13]:
         made.store([name])
         made.tier.submit()
-    made.run(lambda: store.hanging)
+    made.run(lambda: hanging.waiting)
     made.load(KEYS[:1])
     made.tier.submit()
-    store.release.set()
+    hanging.release()
     made.settle()
     verbs = [(verb, names[0]) for verb, names in store.calls]
     assert verbs == [("put", KEYS[10]), ("get", KEYS[0]), ("put", KEYS[11]), ("put", KEYS[12])]
     assert made.tier.close(PATIENCE)
 
 
-def test_touches_reach_the_store_and_do_not_pile_up(store: MisbehavingStore, bench: Bench) -> None:
+def test_touches_reach_the_store_and_do_not_pile_up(store: FaultyStore, bench: Bench, hanging: Hanging) -> None:
     bench.tier.touch(KEYS[:3])
     bench.settle()
     assert store.calls == [("touch", KEYS[:3])]
-    store.hang.add("touch")
+    store.plan["touch"] = hanging
     for name in KEYS[:20]:
         bench.tier.touch([name])
         bench.tier.submit()
         bench.tier.poll()
-    bench.run(lambda: store.hanging)
+    bench.run(lambda: hanging.waiting)
     assert len(store.calls) == 2
-    store.release.set()
+    hanging.release()
     bench.settle()
     assert sum(len(names) for verb, names in store.calls[1:]) == 20
 
 
-def test_what_a_store_made_of_a_block_is_counted_apart(store: MisbehavingStore, bench: Bench) -> None:
-    store.answer["put"] = lambda *_: [PutOutcome.STORED, PutOutcome.EXISTS, PutOutcome.FULL, PutOutcome.FAILED]
+def test_what_a_store_made_of_a_block_is_counted_apart(store: FaultyStore, bench: Bench) -> None:
+    store.plan["put"] = lambda _: [PutOutcome.STORED, PutOutcome.EXISTS, PutOutcome.FULL, PutOutcome.FAILED]
     bench.store(KEYS[:4])
     bench.settle()
     stats = bench.tier.stats()
@@ -326,13 +327,13 @@ def test_what_a_store_made_of_a_block_is_counted_apart(store: MisbehavingStore, 
 
 
 def test_closing_is_bounded_drops_what_waits_and_leaves_a_store_with_a_stuck_call_open(
-    store: MisbehavingStore, monkeypatch: pytest.MonkeyPatch
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch, hanging: Hanging
 ) -> None:
     monkeypatch.setattr("kvstore.tiering.secondary.open_store", lambda _: store)
-    made = Bench("memory://misbehaving", threads=1)  # type: ignore[arg-type]  # opened by the tier, so closed by it
-    store.hang.add("put")
+    made = Bench("memory://faulty", threads=1)  # type: ignore[arg-type]  # opened by the tier, so closed by it
+    store.plan["put"] = hanging
     made.store(KEYS[:1])
-    made.run(lambda: store.hanging)
+    made.run(lambda: hanging.waiting)
     made.store(KEYS[1:3])
     made.tier.submit()
     begin = time.monotonic()
@@ -343,7 +344,7 @@ def test_closing_is_bounded_drops_what_waits_and_leaves_a_store_with_a_stuck_cal
     assert made.tier.stats().shed == 2
     assert made.tier.holds_memory
     assert not store.closed
-    store.release.set()
+    hanging.release()
     made.run(lambda: made.report.released)
     assert [slot.key for slot in made.report.released] == KEYS[:1]
     assert made.store(KEYS[5:6]) == [False], "nothing is accepted after the end"

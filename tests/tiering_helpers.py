@@ -1,12 +1,10 @@
-"""What tests of the tiers share: blocks whose bytes follow from their key, and a backend that misbehaves on order."""
+"""What tests of the tiers share: blocks whose bytes follow from their key, and engines that store and load them."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import threading
 import time
-from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,7 +20,6 @@ from kvstore import (
     GetOutcome,
     LookupResult,
     Namespace,
-    TierURL,
     open_store,
 )
 
@@ -31,9 +28,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvstore import BlockInfo, PutOutcome, Usage
 
 from kvstore.errors import ShutdownTimeout
+from kvstore.testing.faults import FaultyStore
 from kvstore.tiering import TieringManager
 
 BLOCK = 8192
@@ -152,67 +149,9 @@ def _started(manager: TieringManager, names: Sequence[BlockKey]) -> list[LookupR
     return answers if answers[0] in (LookupResult.HIT, LookupResult.MISS) else None
 
 
-class MisbehavingStore(BlockStore):
-    """A `memory://` store that hangs, fails, is slow or lies on order, verb by verb.
-
-    `hang` and `fail` are names of verbs. A hanging call waits for `release`; calls that wait are in `hanging`, and
-    `calls` are all calls in the order in which they began, with their keys.
-    """
-
-    def __init__(self, name: str = "misbehaving", *, batch_bytes: int = 16 << 20) -> None:
-        super().__init__(TierURL.parse(f"memory://{name}"))
-        self.inner = open_store(f"memory://{name}")
-        self.capabilities = replace(self.inner.capabilities, batch_bytes=batch_bytes)
-        self.hang: set[str] = set()
-        self.fail: dict[str, BaseException] = {}
-        self.delay: dict[str, float] = {}
-        self.answer: dict[str, Any] = {}
-        self.release = threading.Event()
-        self.hanging: list[str] = []
-        self.calls: list[tuple[str, list[BlockKey]]] = []
-        self.closed = False
-
-    def _meet(self, verb: str, names: Sequence[BlockKey]) -> None:
-        self.calls.append((verb, list(names)))
-        time.sleep(self.delay.get(verb, 0.0))
-        if verb in self.hang:
-            self.hanging.append(verb)
-            self.release.wait(PATIENCE)
-            self.hanging.remove(verb)
-        if verb in self.fail:
-            raise self.fail[verb]
-
-    def namespaces(self) -> list[Namespace]:
-        return self.inner.namespaces()
-
-    def contains_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
-        self._meet("contains", keys)
-        return self.answer.get("contains", self.inner.contains_many)(namespace, keys)
-
-    def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
-        self._meet("put", [block.key for block in blocks])
-        return self.answer.get("put", self.inner.put_many)(namespace, blocks)
-
-    def get_many_into(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
-        self._meet("get", [block.key for block in blocks])
-        return self.answer.get("get", self.inner.get_many_into)(namespace, blocks)
-
-    def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
-        return self.inner.delete_many(namespace, keys)
-
-    def touch_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
-        self._meet("touch", keys)
-        self.inner.touch_many(namespace, keys)
-
-    def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
-        return self.inner.scan(namespace)
-
-    def usage(self) -> Usage:
-        return self.inner.usage()
-
-    def close(self) -> None:
-        self.closed = True
-        self.inner.close()
+def faulty(name: str = "faulty") -> FaultyStore:
+    """A `memory://` store that misbehaves on order."""
+    return FaultyStore(open_store(f"memory://{name}"))
 
 
 def intact(store: BlockStore, names: Sequence[BlockKey], space: Namespace = SPACE) -> list[bool]:
