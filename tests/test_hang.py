@@ -399,6 +399,23 @@ def test_groups_of_different_sizes_share_the_buffers_of_the_largest(remote: Faul
             assert engine_load(manager, names) == 40
 
 
+def test_small_blocks_that_wait_to_be_stored_leave_their_share_of_staging_to_loads(
+    remote: FaultyStore, hanging: Hanging
+) -> None:
+    """Field report 17: a block of 100 bytes takes a buffer as well as one of 8 KiB."""
+    space = Namespace("model", "1", (BlockLayout.opaque(BLOCK), BlockLayout.opaque(100)), block_tokens=16)
+    fill(str(remote.url), PROMPT[:10], space)
+    remote.plan["put"] = hanging
+    tier = SecondaryTier(remote, space, threads=3, staging_bytes=8 * BLOCK)
+    with managed(tier, space=space, primary_slots=40) as manager:
+        small = keys(20, "small", group=1)
+        assert engine_store(manager, small) == small
+        until(manager, lambda: len(hanging.waiting) == 2)
+        until(manager, lambda: manager.stats().tiers[0].staging_bytes == 6 * BLOCK)
+        assert engine_load(manager, PROMPT[:10]) == 10
+        hanging.release()
+
+
 @pytest.mark.parametrize("error", [None, RuntimeError("bug"), SystemExit()])
 def test_what_a_tier_that_goes_up_and_down_took_is_right_and_what_it_refused_is_counted(
     remote: FaultyStore, error: BaseException | None

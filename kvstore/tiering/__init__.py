@@ -3,6 +3,18 @@
 `TieringManager` is what an engine talks to; it runs in the scheduler's thread and never waits. For models with several
 KV-cache groups, `Prefix` and its functions say what all of them together can use; for engines with several ranks,
 `ShardedStores` says when a block is whole.
+
+Where to look:
+
+    manager.py      what an engine calls; blocking.py: the same for people who have no scheduler
+    prefix.py       several KV-cache groups; ranks.py: several ranks
+    primary.py      slots of host memory and who pins them; policy/: which block is evicted
+    promises.py     HITs that are kept until somebody pins them
+    promotion.py    blocks that are asked about, wait for a slot, or are missing
+    secondary.py    one URL: stores, loads, touches, their time-outs; questions.py: its lookups
+    jobs.py         the calls to a backend, and what memory each of them is lent; staging.py: that of calls that hang
+    transfer.py     the threads they run on
+    counters.py     what is counted and said of all that
 """
 
 from kvstore.tiering.manager import ManagerStats, TieringManager

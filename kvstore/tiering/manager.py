@@ -13,15 +13,14 @@ threads of the secondary tiers; what they finished is collected by `step`.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from kvstore.errors import ShutdownTimeout
 from kvstore.tiering.blocking import PAUSE, BlockingCalls
 from kvstore.tiering.policy import DEFAULT_POLICY
 from kvstore.tiering.primary import PrimaryTier
+from kvstore.tiering.promises import Promises
 from kvstore.tiering.promotion import Promotions
 from kvstore.tiering.secondary import SecondaryTier
 from kvstore.types import NO_PARENT, NO_POSITION, LookupResult
@@ -118,14 +117,13 @@ class TieringManager(BlockingCalls):
         self.primary = primary
         self._tiers = _opened(tiers, namespace, primary.slots * primary.slot_bytes // 2)
         self._store_slots = max(1, primary.slots - max(1, primary.slots // 4))
-        self._hold = hold
+        self._promises = Promises(primary, hold)
         self._promotions = Promotions(self._tiers, slot_timeout=slot_timeout, miss_age=miss_age)
         # Who pins slots: the engine that writes, the engine that reads, stores to tiers, and promises to keep a HIT.
         self._writing: dict[BlockKey, Slot] = {}
         self._reading: dict[BlockKey, int] = {}
         self._cascading: dict[Slot, int] = {}
         self._closed = False
-        self._held: OrderedDict[Slot, float] = OrderedDict()  # the one that ends first in front
         self._hits = self._misses = self._stores = self._skipped = 0
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[LookupResult]:
@@ -196,7 +194,7 @@ class TieringManager(BlockingCalls):
                 views.append(None)
                 continue
             self.primary.pin(slot)
-            self._let_go(slot)
+            self._promises.end(slot)
             self._reading[key] = self._reading.get(key, 0) + 1
             views.append(slot.view)
         return views
@@ -232,15 +230,14 @@ class TieringManager(BlockingCalls):
         for key in keys:
             slot = self.primary.get(key)
             if slot is not None:
-                self._let_go(slot)
+                self._promises.end(slot)
 
     def step(self) -> None:
         """Once per scheduler step: collect what transfer threads finished, hand them what was asked since."""
         now = time.monotonic()
         for number, tier in enumerate(self._tiers):
             self._take(number, tier.poll(), now)
-        for slot in [slot for slot, _ in takewhile(lambda entry: entry[1] <= now, self._held.items())]:
-            self._let_go(slot)
+        self._promises.expire(now)
         self._promote(now)
         self._promotions.expire(now)  # after a step that lasted longer than the time-out, too, first come slots
         for tier in self._tiers:
@@ -253,7 +250,7 @@ class TieringManager(BlockingCalls):
             tiers=tuple(tier.stats() for tier in self._tiers),
             asking=self._promotions.asking,
             waiting=self._promotions.waiting,
-            held=len(self._held),
+            held=len(self._promises),
             hits=self._hits,
             misses=self._misses,
             promotions=self._promotions.started,
@@ -290,8 +287,7 @@ class TieringManager(BlockingCalls):
         for number, tier in enumerate(self._tiers):
             tier.close(max(0.0, deadline - time.monotonic()))
             self._take(number, tier.poll(), 0.0)
-        for slot in list(self._held):
-            self._let_go(slot)
+        self._promises.end_all()
         stuck = [tier.url for tier in self._tiers if tier.holds_memory]
         if stuck:
             raise ShutdownTimeout(
@@ -325,7 +321,7 @@ class TieringManager(BlockingCalls):
         return standing
 
     def _keep_front(self, keys: Sequence[BlockKey], answers: Sequence[LookupResult], now: float) -> None:
-        """Promise the HITs up to the first gap: pins that end by themselves.
+        """Promise the HITs up to the first gap.
 
         Those behind a gap are of no use before it is filled, and may be what has to make room for that.
         """
@@ -333,13 +329,7 @@ class TieringManager(BlockingCalls):
             slot = self.primary.get(key)
             if slot is None or answer is not LookupResult.HIT:
                 break
-            if self._held.pop(slot, None) is None:
-                self.primary.pin(slot)
-            self._held[slot] = now + self._hold
-
-    def _let_go(self, slot: Slot) -> None:
-        if self._held.pop(slot, None) is not None:
-            self.primary.unpin(slot)
+            self._promises.keep(slot, now)
 
     def _slot_for_store(self, key: BlockKey) -> Slot | None:
         if self.primary.get(key) is not None:
@@ -367,7 +357,7 @@ class TieringManager(BlockingCalls):
             self._promotions.heard(number, key, found, now)
         for slot in report.loaded:
             self.primary.publish(slot)
-            self._held[slot] = now + self._hold  # the pin of the load becomes a promise to who asked for it
+            self._promises.take_over(slot, now)  # the pin of the load becomes a promise to who asked for it
         for slot in report.overdue:
             self.primary.discard(slot)
             self._promotions.miss(slot.key, now)
