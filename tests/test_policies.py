@@ -2,153 +2,46 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import runpy
-import sys
-from collections import OrderedDict
-from itertools import count
 from pathlib import Path
-from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import run_state_machine_as_test
 from test_primary_tier import AnyOrderOfCalls
 from tiering_helpers import BLOCK, PATIENCE, ask, engine_load, engine_store, keys, managed, writes
 
 from kvstore import BlockKey, LookupResult
 from kvstore.errors import ConfigurationError
+from kvstore.testing import PolicyTests
+from kvstore.testing.policy import KEYS, SLOTS, bring, evicted, use
 from kvstore.tiering import PrimaryTier
-from kvstore.tiering.policy import ARC, LRU, POLICIES, make_policy
+from kvstore.tiering.policy import ARC, LRU, POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import FrameType
 
-    from kvstore.tiering.policy import EvictionPolicy
+    from kvstore.tiering.policy import EvictionPolicy, PolicyFactory
 
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "eviction_trace.py"
-SLOTS = 6
-KEYS = keys(3 * SLOTS)
-MOST_KEYS_PER_SLOT = 3
-"""What a policy may remember: the blocks themselves, and about two ghosts for each."""
-
-
-def bring(policy: EvictionPolicy, *names: BlockKey) -> None:
-    """Blocks become ready, and are let go by who brought them."""
-    for name in names:
-        policy.added(name)
-        policy.unpinned(name)
-
-
-def use(policy: EvictionPolicy, *names: BlockKey) -> None:
-    """Requests with these blocks end, one after the other."""
-    for name in names:
-        policy.touched(name)
-
-
-def evicted(policy: EvictionPolicy) -> list[BlockKey]:
-    """Everything that may leave, in the order in which it does."""
-    return list(iter(policy.evict, None))
-
 
 # The contract, for every policy
 
 
-class ContractOfAPolicy(RuleBasedStateMachine):
-    """Whatever the order of calls: a victim was added, is still there, and is not pinned."""
+class TestEveryPolicy(PolicyTests):
+    """Those that have a name: alone, and in a primary tier and a manager."""
 
-    def __init__(self, policy: EvictionPolicy) -> None:
-        super().__init__()
-        self.policy = policy
-        self.pinned: dict[BlockKey, bool] = {}
+    @pytest.fixture(params=sorted(POLICIES))
+    def name(self, request: pytest.FixtureRequest) -> str:
+        name: str = request.param
+        return name
 
-    @property
-    def evictable(self) -> set[BlockKey]:
-        return {key for key, pinned in self.pinned.items() if not pinned}
-
-    @precondition(lambda self: len(self.pinned) < SLOTS)
-    @rule(key=st.sampled_from(KEYS))
-    def add(self, key: BlockKey) -> None:
-        if key not in self.pinned:
-            self.policy.added(key)
-            self.pinned[key] = True
-
-    @rule(key=st.sampled_from(KEYS))
-    def touch(self, key: BlockKey) -> None:
-        if key in self.pinned:
-            self.policy.touched(key)
-
-    @rule(key=st.sampled_from(KEYS))
-    def pin_or_unpin(self, key: BlockKey) -> None:
-        if key in self.pinned:
-            (self.policy.unpinned if self.pinned[key] else self.policy.pinned)(key)
-            self.pinned[key] = not self.pinned[key]
-
-    @rule(key=st.sampled_from(KEYS))
-    def remove(self, key: BlockKey) -> None:
-        if self.pinned.pop(key, None) is not None:
-            self.policy.removed(key)
-
-    @rule()
-    def evict(self) -> None:
-        victim = self.policy.evict()
-        assert (victim in self.evictable) if self.evictable else (victim is None)
-        if victim is not None:
-            del self.pinned[victim]
-
-    @invariant()
-    def memory_is_bounded(self) -> None:
-        assert len(remembered(self.policy)) <= MOST_KEYS_PER_SLOT * SLOTS
-
-    def teardown(self) -> None:
-        """What was added and did not leave yet comes out exactly once, as soon as nobody pins it."""
-        for key, pinned in self.pinned.items():
-            if pinned:
-                self.policy.unpinned(key)
-        assert sorted(evicted(self.policy)) == sorted(self.pinned)
-
-
-@pytest.mark.parametrize("name", sorted(POLICIES))
-class TestEveryPolicy:
-    """What the primary tier relies on. A policy of your own passes when it stands in `POLICIES` for these tests."""
-
-    def test_any_order_of_calls_yields_victims_that_are_there_and_not_pinned(self, name: str) -> None:
-        run_state_machine_as_test(
-            lambda: ContractOfAPolicy(make_policy(name, SLOTS)),
-            settings=settings(max_examples=100, stateful_step_count=60, deadline=None),
-        )
-
-    def test_pinned_blocks_come_out_only_when_they_are_unpinned(self, name: str) -> None:
-        policy = make_policy(name, SLOTS)
-        bring(policy, *KEYS[:4])
-        use(policy, *KEYS[:2], *KEYS[:2])
-        policy.added(KEYS[4])
-        policy.pinned(KEYS[0])
-        policy.pinned(KEYS[3])
-        use(policy, KEYS[0], KEYS[3], KEYS[4])
-        assert sorted(evicted(policy)) == sorted(KEYS[1:3])
-        policy.unpinned(KEYS[0])
-        assert evicted(policy) == KEYS[:1]
-
-    def test_twenty_thousand_passing_blocks_leave_no_more_behind_than_a_thousand(self, name: str) -> None:
-        policy, supply = make_policy(name, SLOTS), (BlockKey(number.to_bytes(16, "big")) for number in count())
-
-        def pass_through(blocks: int) -> int:
-            for _, key in zip(range(blocks), supply, strict=False):
-                policy.evict()
-                bring(policy, key)
-                use(policy, *[key] * (1 + key.digest[-1] % 3))
-            return len(remembered(policy))
-
-        bring(policy, *KEYS[:SLOTS])
-        assert pass_through(20_000) == pass_through(1000) <= MOST_KEYS_PER_SLOT * SLOTS
-
-    def test_every_call_costs_the_same_however_many_blocks_are_pinned(self, name: str) -> None:
-        assert dearest_call(name, pinned=4900) <= dearest_call(name, pinned=10) < 60
+    @pytest.fixture
+    def factory(self, name: str) -> PolicyFactory:
+        return POLICIES[name]
 
     def test_the_primary_tier_keeps_its_promises_under_it(self, name: str) -> None:
         class UnderThisPolicy(AnyOrderOfCalls):
@@ -165,75 +58,6 @@ class TestEveryPolicy:
         with managed("memory://behind", policy=name) as manager:
             assert manager.store(writes(prompt)) == 60
             assert engine_load(manager, prompt) == 60
-
-
-def remembered(policy: EvictionPolicy) -> set[BlockKey]:
-    """The keys that can be reached from a policy."""
-    seen: dict[int, object] = {}
-    found: set[BlockKey] = set()
-    waiting: list[Any] = [policy]
-    while waiting:
-        item = waiting.pop()
-        if id(item) in seen or isinstance(item, type | ModuleType | FunctionType):
-            continue
-        seen[id(item)] = item
-        if isinstance(item, BlockKey):
-            found.add(item)
-        else:
-            waiting.extend(gc.get_referents(item))
-            waiting.extend(item if isinstance(item, OrderedDict) else ())
-    return found
-
-
-def dearest_call(name: str, *, pinned: int) -> int:
-    """Lines of Python that the dearest of many calls runs, those of hashing and comparing keys included."""
-    policy = make_policy(name, 5000)
-    supply = keys(5200)
-    bring(policy, *supply[:5000])
-    use(policy, *supply[:5000], *supply[:5000:2])
-    for key in supply[:pinned]:
-        policy.pinned(key)
-    dearest = 0
-    for newcomer in supply[5000:]:
-        victim = None
-
-        def evict() -> None:
-            nonlocal victim
-            victim = policy.evict()
-
-        calls: list[Callable[[], object]] = [
-            evict,
-            lambda key=newcomer: policy.added(key),
-            lambda key=newcomer: policy.unpinned(key),
-            lambda key=newcomer: policy.touched(key),
-            lambda: policy.unpinned(supply[3]),
-            lambda: policy.touched(supply[3]),
-            lambda: policy.pinned(supply[3]),
-        ]
-        dearest = max(dearest, *map(lines_run, calls))
-        if victim is None:
-            policy.removed(newcomer)
-    return max(dearest, lines_run(lambda: policy.removed(supply[5])))
-
-
-def lines_run(call: Callable[[], object]) -> int:
-    """How many lines of Python a call runs."""
-    lines = 0
-
-    def trace(_frame: FrameType, event: str, _argument: object) -> Any:
-        nonlocal lines
-        lines += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    gc.disable()  # what others hang into a collection is not the call's
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-        gc.enable()
-    return lines
 
 
 # LRU

@@ -1,1 +1,24 @@
-"""For those who build a backend or something above one: what every backend has to pass, and stores that misbehave."""
+"""For those who build a backend, a policy, or something above them: what each has to pass, and stores that misbehave.
+
+- `StoreTests`: the contract of a backend. Subclass it (`backends/README.md` shows how).
+- `PolicyTests`: the contract of an eviction policy.
+- `AgainstADictionary`: the state machine that `StoreTests` runs, for longer runs of one's own.
+- `kvstore.testing.faults`: a store around a store, slow, failing, hanging, lying, flapping or truncating on order.
+- `kvstore.testing.supply`: keys, and blocks that belong to them.
+
+Needs pytest and hypothesis: `pip install "kvstore-tiers[test]"`. Nothing else in kvstore imports it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.register_assert_rewrite(
+    *(f"{__name__}.{module}" for module in ("blocks", "damage", "facts", "lifetime", "model", "policy"))
+)
+
+from kvstore.testing.model import AgainstADictionary, run_against_a_dictionary  # noqa: E402
+from kvstore.testing.policy import PolicyTests  # noqa: E402
+from kvstore.testing.store import StoreTests  # noqa: E402
+
+__all__ = ["AgainstADictionary", "PolicyTests", "StoreTests", "run_against_a_dictionary"]

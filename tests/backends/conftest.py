@@ -1,47 +1,65 @@
-"""One fixture over all backends: a test that takes `tier` runs on each of them."""
+"""Where each backend can be tested: an empty location of every kind."""
 
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
+from readme_backend import install
 from tiers import Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
-    from kvstore import BlockStore
-
 PERSISTENT = ("file-direct", "file-buffered", "lmdb")
+EVERY_BACKEND = ("memory", *PERSISTENT, "readme")
 
 
-@pytest.fixture(params=["memory", *PERSISTENT])
-def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
-    """A location where nothing is yet, on every backend."""
-    return make_tier(request.param, tmp_path)
+@pytest.fixture(params=EVERY_BACKEND)
+def backend(request: pytest.FixtureRequest) -> str:
+    """Every backend there is, that of `backends/README.md` included."""
+    backend: str = request.param
+    return backend
 
 
 @pytest.fixture(params=PERSISTENT)
 def persistent_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
-    """The same, on every backend whose blocks outlive the process."""
-    return make_tier(request.param, tmp_path)
+    """A location where nothing is yet, on every built-in backend whose blocks outlive the process."""
+    return Tier.at(url_of(request.param, tmp_path))
 
 
-def make_tier(kind: str, folder: Path) -> Tier:
-    """A `Tier` of this kind below `folder`."""
+@pytest.fixture(scope="session")
+def readme_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the backend of `backends/README.md` is installed."""
+    return install(tmp_path_factory.mktemp("site"))
+
+
+@pytest.fixture
+def backend_url(backend: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A URL of every backend, with nothing there yet."""
+    if backend == "readme":
+        monkeypatch.syspath_prepend(request.getfixturevalue("readme_site"))
+        monkeypatch.delitem(sys.modules, "kvstore_dir", raising=False)
+    return url_of(backend, tmp_path)
+
+
+def url_of(kind: str, folder: Path) -> str:
+    """An empty location of this kind below `folder`."""
     match kind:
         case "memory":
-            return Tier(f"memory://{folder}")
+            return f"memory://{folder}"
         case "file-direct":
             if not _takes_direct_io(folder):
                 pytest.skip(f"no O_DIRECT on the file system of {folder}")
-            return Tier(f"file://{folder}/tier?io=direct", folder / "tier")
+            return f"file://{folder}/tier?io=direct"
         case "file-buffered":
-            return Tier(f"file://{folder}/tier?io=buffered", folder / "tier")
+            return f"file://{folder}/tier?io=buffered"
+        case "lmdb":
+            return f"lmdb://{folder}/tier.lmdb"
         case _:
-            return Tier(f"lmdb://{folder}/tier.lmdb", folder / "tier.lmdb")
+            return f"dir://{folder}/tier"
 
 
 def _takes_direct_io(folder: Path) -> bool:
@@ -53,10 +71,3 @@ def _takes_direct_io(folder: Path) -> bool:
     finally:
         probe.unlink(missing_ok=True)
     return True
-
-
-@pytest.fixture
-def store(tier: Tier) -> Iterator[BlockStore]:
-    """An open, empty store on every backend."""
-    with tier.open() as opened:
-        yield opened

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tiers import SPACE, Tier, get, keys, writes
-
 from kvstore import GetOutcome, PutOutcome
+from kvstore.testing.supply import SPACE, get, keys, writes
 
 if TYPE_CHECKING:
+    from tiers import Tier
+
     from kvstore import Namespace, Usage
 
 
@@ -34,30 +35,6 @@ def look(tier: Tier) -> tuple[list[Namespace], set[bytes], Usage]:
     """The namespaces, the digests of SPACE's blocks, and the usage."""
     with tier.open() as store:
         return store.namespaces(), {info.key.digest for info in store.scan(SPACE)}, store.usage()
-
-
-def hammer(tier: Tier, seed: int, rounds: int, options: dict[str, Any]) -> dict[str, int]:
-    """Put, get, delete and touch the same few blocks as everybody else; counts by outcome."""
-    import random
-
-    chance = random.Random(seed)
-    counts: dict[str, int] = {}
-    with tier.open(**options) as store:
-        for _ in range(rounds):
-            numbers = [chance.randrange(24) for _ in range(chance.randrange(1, 5))]
-            match chance.randrange(8):
-                case 0 | 1 | 2:
-                    outcomes: list[object] = [str(outcome) for outcome in store.put_many(SPACE, writes(numbers))]
-                case 3 | 4 | 5:
-                    outcomes = [str(outcome) for outcome in get(store, numbers)]
-                case 6:
-                    store.touch_many(SPACE, keys(numbers))
-                    outcomes = []
-                case _:
-                    outcomes = [f"deleted {done}" for done in store.delete_many(SPACE, keys(numbers))]
-            for outcome in outcomes:
-                counts[str(outcome)] = counts.get(str(outcome), 0) + 1
-    return counts
 
 
 def fill(tier: Tier, most: int) -> list[int]:

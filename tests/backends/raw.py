@@ -69,9 +69,11 @@ def catalogue_of(tier: Tier) -> Path:
 
 
 def file_of(tier: Tier, place: Place) -> Path:
-    """The file of a block in a `file://` tier."""
+    """The file of a block in a `file://` tier, or in one of the README's backend."""
     assert tier.path is not None
     space, key = place
+    if tier.url.startswith("dir"):
+        return tier.path / space.name / f"{key.group}-{key.digest.hex()}"
     return tier.path / NamespaceTree(space).block(key)
 
 

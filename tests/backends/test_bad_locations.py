@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import other_process
 import pytest
 import raw
-from tiers import KIB, MIB, SPACE, get, writes
 
 from kvstore import GetOutcome, PutOutcome, open_store
 from kvstore.errors import (
@@ -25,6 +24,7 @@ from kvstore.errors import (
     StoreOpenError,
     UnknownOptionError,
 )
+from kvstore.testing.supply import KIB, MIB, SPACE, get, writes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

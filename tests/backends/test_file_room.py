@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 import raw
-from tiers import KIB, MIB, SPACE, Tier, get, key, keys, write, writes
+from tiers import Tier
 
 import kvstore_zarr.steps
 from kvstore import BlockLayout, GetOutcome, PutOutcome
+from kvstore.testing.supply import KIB, MIB, SPACE, get, key, keys, write, writes
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,17 +7,18 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from tiers import KIB, MIB, SPACE, get, held, key, keys, write, writes
 
-from kvstore import BlockLayout, GetOutcome, PutOutcome
-from kvstore.types import NO_PARENT, NO_POSITION
+from kvstore.layout import BlockLayout
+from kvstore.registry import open_store
+from kvstore.testing.hooks import StoreHooks
+from kvstore.testing.supply import KIB, MIB, SPACE, get, held, key, keys, write, writes
+from kvstore.types import NO_PARENT, NO_POSITION, GetOutcome, PutOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tiers import Tier
-
-    from kvstore import BlockInfo, BlockStore
+    from kvstore.abc import BlockStore
+    from kvstore.types import BlockInfo
 
 HIT = GetOutcome.HIT
 
@@ -31,7 +32,19 @@ def facts(store: BlockStore) -> dict[bytes, BlockInfo]:
     return {info.key.digest: info for info in store.scan(SPACE)}
 
 
-class TestScan:
+def use_by_get(store: BlockStore, number: int) -> None:
+    assert get(store, [number], BIG) == [HIT]
+
+
+def use_by_touch(store: BlockStore, number: int) -> None:
+    store.touch_many(BIG, [key(number)])
+
+
+class FactTests(StoreHooks):
+    """Scan, usage, capacity."""
+
+    # Scan
+
     def test_a_scan_knows_place_predecessor_and_size(self, store: BlockStore) -> None:
         parent = key(1).digest
         store.put_many(SPACE, [write(1, position=0), write(2, position=1, parent=parent), write(3)])
@@ -63,11 +76,11 @@ class TestScan:
         assert before - 0.01 <= info.created <= after + 0.01
         assert info.created <= info.last_used <= after + 0.01
 
-    def test_uses_are_counted_and_dated_at_the_latest_when_the_user_closes(self, tier: Tier) -> None:
-        with tier.open() as onlooker:
+    def test_uses_are_counted_and_dated_at_the_latest_when_the_user_closes(self, bounded_url: str) -> None:
+        with open_store(bounded_url) as onlooker:
             onlooker.put_many(SPACE, writes([1, 2]))
             time.sleep(0.02)
-            with tier.open() as user:
+            with open_store(bounded_url) as user:
                 assert get(user, [1, 1]) == [HIT, HIT]
                 assert get(user, [1]) == [HIT]
             used, unused = (facts(onlooker)[key(number).digest] for number in (1, 2))
@@ -94,8 +107,8 @@ class TestScan:
         assert len(rest) == len(set(rest))
         next(store.scan(SPACE))  # and drop it half-way
 
+    # Usage
 
-class TestUsage:
     def test_an_empty_store_uses_nothing(self, store: BlockStore) -> None:
         usage = store.usage()
         assert (usage.blocks, usage.used, usage.reserved, usage.capacity) == (0, 0, 0, None)
@@ -129,23 +142,15 @@ class TestUsage:
         store.delete_many(SPACE, keys(range(10)))
         assert (store.usage().blocks, store.usage().used, store.usage().reserved) == (0, 0, 0)
 
-    def test_usage_tells_the_cap(self, tier: Tier) -> None:
-        with tier.open(capacity="64MiB") as store:
+    def test_usage_tells_the_cap(self, bounded_url: str) -> None:
+        with open_store(bounded_url, capacity="64MiB") as store:
             assert store.usage().capacity == 64 * MIB
 
+    # Capacity
 
-def use_by_get(store: BlockStore, number: int) -> None:
-    assert get(store, [number], BIG) == [HIT]
-
-
-def use_by_touch(store: BlockStore, number: int) -> None:
-    store.touch_many(BIG, [key(number)])
-
-
-class TestCapacity:
-    def test_the_store_stays_under_its_cap_and_keeps_what_came_last(self, tier: Tier) -> None:
+    def test_the_store_stays_under_its_cap_and_keeps_what_came_last(self, bounded_url: str) -> None:
         """Field report 1: a tier that grows for ever."""
-        with tier.open(capacity=CAPACITY) as store:
+        with open_store(bounded_url, capacity=CAPACITY) as store:
             for number in range(60):
                 assert store.put_many(BIG, [write(number, BIG)]) == [PutOutcome.STORED]
                 usage = store.usage()
@@ -156,8 +161,8 @@ class TestCapacity:
             assert set(get(store, range(60 - kept, 60), BIG)) == {HIT}
 
     @pytest.mark.parametrize("use", [use_by_get, use_by_touch])
-    def test_a_use_makes_a_block_young(self, tier: Tier, use: Callable[[BlockStore, int], None]) -> None:
-        with tier.open(capacity=CAPACITY) as store:
+    def test_a_use_makes_a_block_young(self, bounded_url: str, use: Callable[[BlockStore, int], None]) -> None:
+        with open_store(bounded_url, capacity=CAPACITY) as store:
             number = 0
             while store.contains_many(BIG, [key(0)]) == [True] or number == 0:
                 store.put_many(BIG, [write(number, BIG)])
@@ -170,8 +175,8 @@ class TestCapacity:
             assert store.contains_many(BIG, keys(old[:3])) == [True, False, False]
             assert get(store, [old[0]], BIG) == [HIT]
 
-    def test_a_batch_of_which_only_a_part_fits_says_so_block_by_block(self, tier: Tier) -> None:
-        with tier.open(capacity=CAPACITY) as store:
+    def test_a_batch_of_which_only_a_part_fits_says_so_block_by_block(self, bounded_url: str) -> None:
+        with open_store(bounded_url, capacity=CAPACITY) as store:
             outcomes = store.put_many(BIG, writes(range(40), BIG))
             present = {number for number in range(40) if store.contains_many(BIG, [key(number)]) == [True]}
             assert set(outcomes) <= {PutOutcome.STORED, PutOutcome.FULL}
@@ -179,17 +184,17 @@ class TestCapacity:
             assert len(present) >= 8
             assert set(get(store, sorted(present), BIG)) == {HIT}
 
-    def test_a_block_larger_than_the_cap_is_full_and_evicts_nothing(self, tier: Tier) -> None:
+    def test_a_block_larger_than_the_cap_is_full_and_evicts_nothing(self, bounded_url: str) -> None:
         huge = dataclasses.replace(SPACE, layouts=(BlockLayout.opaque(CAPACITY + 4096),))
-        with tier.open(capacity=CAPACITY) as store:
+        with open_store(bounded_url, capacity=CAPACITY) as store:
             store.put_many(BIG, writes(range(4), BIG))
             assert store.put_many(huge, [write(1, huge)]) == [PutOutcome.FULL]
             assert held(store, BIG) == set(keys(range(4)))
             assert store.usage().reserved == 0
 
-    def test_what_was_deleted_makes_room_again(self, tier: Tier) -> None:
+    def test_what_was_deleted_makes_room_again(self, bounded_url: str) -> None:
         """Field report 4: deletes that never count."""
-        with tier.open(capacity=CAPACITY) as store:
+        with open_store(bounded_url, capacity=CAPACITY) as store:
             for round_ in range(5):
                 numbers = range(round_ * 8, round_ * 8 + 8)
                 assert store.put_many(BIG, writes(numbers, BIG)) == [PutOutcome.STORED] * 8

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import warnings
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import other_process
 import pytest
-from tiers import MIB, SPACE, get, held, key, keys, open_descriptors, write, writes
 
-from kvstore import BlockRead, GetOutcome, PutOutcome
 from kvstore.errors import StoreClosedError, StoreNotFoundError
+from kvstore.registry import open_store
+from kvstore.testing.elsewhere import delete, hammer, in_a_new_process, in_another_process, look, put, read
+from kvstore.testing.facts import BIG, CAPACITY
+from kvstore.testing.hooks import StoreHooks, knows_capacity
+from kvstore.testing.supply import MIB, SPACE, get, held, key, keys, write, writes
+from kvstore.types import BlockRead, GetOutcome, PutOutcome
+from kvstore.url import TierURL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from concurrent.futures import Executor
-    from pathlib import Path
 
-    from tiers import Tier
-
-    from kvstore import BlockStore
+    from kvstore.abc import BlockStore
 
 HIT, MISS = GetOutcome.HIT, GetOutcome.MISS
 
@@ -49,30 +52,34 @@ def refuses(store: BlockStore) -> list[str]:
     return refused
 
 
-class TestClose:
-    def test_a_closed_store_refuses_every_verb_and_closes_twice(self, tier: Tier) -> None:
-        store = tier.open()
+class LifetimeTests(StoreHooks):
+    """Opening and closing, alone and in company."""
+
+    # Close
+
+    def test_a_closed_store_refuses_every_verb_and_closes_twice(self, url: str) -> None:
+        store = open_store(url)
         store.put_many(SPACE, [write(1)])
         store.close()
         store.close()
         assert refuses(store) == list(VERBS)
 
-    def test_leaving_the_context_closes(self, tier: Tier) -> None:
-        with tier.open() as store:
+    def test_leaving_the_context_closes(self, url: str) -> None:
+        with open_store(url) as store:
             assert refuses(store) == []
         assert refuses(store) == list(VERBS)
 
-    def test_a_closed_store_leaves_no_descriptor_open(self, tier: Tier) -> None:
+    def test_a_closed_store_leaves_no_descriptor_open(self, url: str) -> None:
         before = open_descriptors()
         for _ in range(2):
-            with tier.open() as store:
+            with open_store(url) as store:
                 store.put_many(SPACE, [write(1)])
                 get(store, [1, 2])
         assert open_descriptors() == before
 
-    def test_two_stores_in_one_process_share_their_blocks_and_close_apart(self, tier: Tier) -> None:
-        with tier.open() as one:
-            with tier.open() as two:
+    def test_two_stores_in_one_process_share_their_blocks_and_close_apart(self, url: str) -> None:
+        with open_store(url) as one:
+            with open_store(url) as two:
                 one.put_many(SPACE, [write(1)])
                 two.put_many(SPACE, [write(2)])
                 assert get(one, [1, 2]) == get(two, [1, 2]) == [HIT, HIT]
@@ -82,10 +89,10 @@ class TestClose:
             assert one.put_many(SPACE, [write(3)]) == [PutOutcome.STORED]
             assert one.usage().blocks == 2
 
+    # Fork
 
-class TestFork:
-    def test_a_forked_child_is_refused_and_the_parent_goes_on(self, tier: Tier) -> None:
-        with tier.open() as store:
+    def test_a_forked_child_is_refused_and_the_parent_goes_on(self, url: str) -> None:
+        with open_store(url) as store:
             store.put_many(SPACE, [write(1)])
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later: fork beside threads
@@ -99,27 +106,27 @@ class TestFork:
             assert store.put_many(SPACE, [write(2)]) == [PutOutcome.STORED]
             assert held(store) == {key(1), key(2)}
 
-    def test_a_forked_child_may_open_a_store_of_its_own(self, persistent_tier: Tier) -> None:
-        with persistent_tier.open() as store:
+    def test_a_forked_child_may_open_a_store_of_its_own(self, persistent_url: str) -> None:
+        with open_store(persistent_url) as store:
             store.put_many(SPACE, [write(1)])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:
-            with persistent_tier.open() as own:
+            with open_store(persistent_url) as own:
                 os._exit(0 if get(own, [1]) == [HIT] and own.put_many(SPACE, [write(2)]) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        with persistent_tier.open() as store:
+        with open_store(persistent_url) as store:
             assert get(store, [1, 2]) == [HIT, HIT]
 
+    # Reopening
 
-class TestReopening:
-    def test_blocks_namespaces_and_usage_are_there_after_reopening(self, persistent_tier: Tier) -> None:
+    def test_blocks_namespaces_and_usage_are_there_after_reopening(self, persistent_url: str) -> None:
         """Field report 2: a restarted cache that counts from zero."""
-        with persistent_tier.open() as store:
+        with open_store(persistent_url) as store:
             store.put_many(SPACE, [write(1, position=3), write(2, parent=key(1).digest)])
             usage, known = store.usage(), {info.key: info for info in store.scan(SPACE)}
-        with persistent_tier.open() as store:
+        with open_store(persistent_url) as store:
             assert store.namespaces() == [SPACE]
             assert get(store, [1, 2, 3]) == [HIT, HIT, MISS]
             assert (store.usage().blocks, store.usage().used) == (usage.blocks, usage.used)
@@ -127,41 +134,42 @@ class TestReopening:
                 before = known[info.key]
                 assert (info.created, info.position, info.parent) == (before.created, before.position, before.parent)
 
-    def test_a_process_started_afresh_reads_what_this_one_stored(
-        self, persistent_tier: Tier, fresh_process: Executor
-    ) -> None:
+    def test_a_process_started_afresh_reads_what_this_one_stored(self, persistent_url: str) -> None:
         """Field report 12: a hash seed per process, so that nothing is ever shared."""
-        with persistent_tier.open() as store:
+        with open_store(persistent_url) as store:
             store.put_many(SPACE, writes(range(8)))
-        assert fresh_process.submit(other_process.read, persistent_tier, list(range(9))).result() == [HIT] * 8 + [MISS]
+        assert in_a_new_process(read, persistent_url, list(range(9))) == [HIT] * 8 + [MISS]
 
-    def test_the_order_of_use_outlives_a_restart(self, persistent_tier: Tier) -> None:
-        from test_facts import BIG, CAPACITY
-
-        with persistent_tier.open(capacity=CAPACITY) as store:
+    @pytest.mark.usefixtures("bounded_url")
+    def test_the_order_of_use_outlives_a_restart(self, persistent_url: str) -> None:
+        with open_store(persistent_url, capacity=CAPACITY) as store:
             store.put_many(BIG, [write(0, BIG)])
             for number in range(1, 6):
                 store.put_many(BIG, [write(number, BIG)])
             get(store, [0], BIG)
-        with persistent_tier.open(capacity=CAPACITY) as store:
+        with open_store(persistent_url, capacity=CAPACITY) as store:
             number = 6
             while store.contains_many(BIG, keys([1])) == [True]:
                 store.put_many(BIG, [write(number, BIG)])
                 number += 1
             assert store.contains_many(BIG, keys([0, 1])) == [True, False]
 
+    # Read-only
 
-class TestReadOnly:
-    def test_nothing_is_created_where_nothing_is(self, persistent_tier: Tier) -> None:
-        assert persistent_tier.path is not None
-        with pytest.raises(StoreNotFoundError, match=str(persistent_tier.path)):
-            persistent_tier.open(readonly=True)
-        assert not persistent_tier.path.exists()
+    def test_nothing_is_opened_or_created_where_nothing_is(self, url: str) -> None:
+        try:
+            open_store(url, readonly=True).close()
+        except StoreNotFoundError:
+            with pytest.raises(StoreNotFoundError, match=re.escape(TierURL.parse(url).location)):
+                open_store(url, readonly=True)  # nor did the first attempt leave anything
+        else:
+            with open_store(url) as store:
+                assert not store.capabilities.persistent, "a store that is not there was opened read-only"
 
-    def test_blocks_are_read_and_nothing_is_changed(self, tier: Tier) -> None:
-        with tier.open() as owner:
+    def test_blocks_are_read_and_nothing_is_changed(self, url: str) -> None:
+        with open_store(url) as owner:
             owner.put_many(SPACE, [write(1, position=5)])
-            with tier.open(readonly=True) as store:
+            with open_store(url, readonly=True) as store:
                 assert get(store, [1, 2]) == [HIT, MISS]
                 assert store.put_many(SPACE, writes([1, 2])) == [PutOutcome.FAILED] * 2
                 assert store.delete_many(SPACE, keys([1])) == [False]
@@ -171,34 +179,17 @@ class TestReadOnly:
                 assert store.namespaces() == [SPACE]
             assert get(owner, [1, 2]) == [HIT, MISS]
 
-    def test_a_reader_alone_leaves_every_file_as_it_is(self, persistent_tier: Tier) -> None:
-        assert persistent_tier.path is not None
-        with persistent_tier.open() as store:
-            store.put_many(SPACE, writes(range(3)))
-        before = files_of(persistent_tier.path)
-        with persistent_tier.open(readonly=True) as store:
-            assert get(store, [0, 1, 2, 3]) == [HIT, HIT, HIT, MISS]
-            store.put_many(SPACE, writes([7]))
-            store.delete_many(SPACE, keys([0]))
-        after = files_of(persistent_tier.path)
-        changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-        assert {name for name in changed if not name.endswith("lock.mdb")} == set()  # LMDB's table of readers
+    # Threads
 
+    def test_threads_on_the_same_keys_never_see_a_wrong_byte(self, url: str) -> None:
+        with open_store(url), ThreadPoolExecutor(8) as pool:  # held open: memory:// goes with its last store
+            jobs = [pool.submit(hammer, url, seed, 60, {}) for seed in range(8)]
+            check_hammering([job.result() for job in jobs])
+            check_books(url)
 
-def files_of(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-
-
-class TestThreads:
-    def test_threads_on_the_same_keys_never_see_a_wrong_byte(self, tier: Tier) -> None:
-        with tier.open(), ThreadPoolExecutor(8) as pool:  # held open: memory:// goes with its last store
-            counts = list(pool.map(lambda seed: other_process.hammer(tier, seed, 60, {}), range(8)))
-            check_hammering(counts)
-            check_books(tier)
-
-    def test_threads_on_one_store_under_a_cap(self, tier: Tier) -> None:
+    def test_threads_on_one_store_under_a_cap(self, bounded_url: str) -> None:
         options = {"capacity": 4 * MIB}
-        with tier.open(**options) as store, ThreadPoolExecutor(8) as pool:
+        with open_store(bounded_url, **options) as store, ThreadPoolExecutor(8) as pool:
 
             def work(seed: int) -> None:
                 for step in range(40):
@@ -209,39 +200,37 @@ class TestThreads:
                     assert usage.used + usage.reserved + usage.overhead <= 4 * MIB
 
             list(pool.map(work, range(8)))
-            check_books(tier)
+            check_books(bounded_url)
 
+    # Processes
 
-class TestProcesses:
-    def test_a_delete_in_one_process_is_seen_by_another_at_once(
-        self, persistent_tier: Tier, stranger: Executor
-    ) -> None:
-        with persistent_tier.open() as store:
+    def test_a_delete_in_one_process_is_seen_by_another_at_once(self, shared_url: str) -> None:
+        with open_store(shared_url) as store:
             store.put_many(SPACE, writes(range(4)))
             assert get(store, range(4)) == [HIT] * 4
-            assert stranger.submit(other_process.delete, persistent_tier, [1, 2]).result() == [True, True]
+            assert in_another_process(delete, shared_url, [1, 2]) == [True, True]
             assert get(store, range(4)) == [HIT, MISS, MISS, HIT]
             assert store.contains_many(SPACE, keys(range(4))) == [True, False, False, True]
             assert store.usage().blocks == 2
 
-    def test_a_put_in_one_process_is_seen_by_another_at_once(self, persistent_tier: Tier, stranger: Executor) -> None:
-        with persistent_tier.open() as store:
+    def test_a_put_in_one_process_is_seen_by_another_at_once(self, shared_url: str) -> None:
+        with open_store(shared_url) as store:
             assert get(store, [1]) == [MISS]
-            stranger.submit(other_process.put, persistent_tier, [1, 2]).result()
+            in_another_process(put, shared_url, [1, 2])
             assert get(store, [1]) == [HIT]
             assert store.put_many(SPACE, writes([1, 2, 3])) == [PutOutcome.EXISTS, PutOutcome.EXISTS, PutOutcome.STORED]
             assert store.namespaces() == [SPACE]
-            spaces, digests, usage = stranger.submit(other_process.look, persistent_tier).result()
+            spaces, digests, usage = in_another_process(look, shared_url)
             assert (spaces, digests) == ([SPACE], {key(number).digest for number in (1, 2, 3)})
             assert (usage.blocks, usage.used) == (store.usage().blocks, store.usage().used)
 
-    def test_processes_on_the_same_keys_under_one_cap_never_see_a_wrong_byte(self, persistent_tier: Tier) -> None:
+    def test_processes_on_the_same_keys_under_one_cap_never_see_a_wrong_byte(self, shared_url: str) -> None:
         """Field reports 3 and 9: ranks corrupting one name, and a cap that applied once per worker."""
-        options = {"capacity": 4 * MIB}
-        with persistent_tier.open(**options), ProcessPoolExecutor(4, mp_context=get_context("spawn")) as pool:
-            jobs = [pool.submit(other_process.hammer, persistent_tier, seed, 60, options) for seed in range(8)]
+        options = {"capacity": 4 * MIB} if knows_capacity(shared_url) else {}
+        with open_store(shared_url, **options), ProcessPoolExecutor(4, mp_context=get_context("spawn")) as pool:
+            jobs = [pool.submit(hammer, shared_url, seed, 60, options) for seed in range(8)]
             check_hammering([job.result() for job in jobs])
-            check_books(persistent_tier)
+            check_books(shared_url)
 
 
 def check_hammering(counts: list[dict[str, int]]) -> None:
@@ -251,11 +240,20 @@ def check_hammering(counts: list[dict[str, int]]) -> None:
     assert not total & {"wrong bytes", "GetOutcome.CORRUPT", "PutOutcome.FAILED"}
 
 
-def check_books(tier: Tier) -> None:
+def check_books(url: str) -> None:
     """Usage is what a scan says, and every block of it is there."""
-    with tier.open() as store:
+    with open_store(url) as store:
         infos = list(store.scan(SPACE))
         usage = store.usage()
         assert (usage.blocks, usage.used, usage.reserved) == (len(infos), sum(i.stored_bytes for i in infos), 0)
         into = bytearray(SPACE.block_bytes())
         assert all(store.get_many_into(SPACE, [BlockRead(info.key, into)]) == [HIT] for info in infos)
+
+
+def open_descriptors() -> list[str]:
+    """What this process has open, to see that a closed store left nothing."""
+    found: list[str] = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor
+            found.append(str(entry.readlink()))
+    return sorted(found)

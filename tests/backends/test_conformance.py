@@ -1,0 +1,54 @@
+"""The one place where every backend meets the contract: the suite of `kvstore.testing`, over all of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import raw
+from tiers import Tier
+
+from kvstore import PutOutcome
+from kvstore.testing import StoreTests, run_against_a_dictionary
+from kvstore.testing.damage import CORRUPT, SMALL, Damager, flipped, place
+from kvstore.testing.elsewhere import in_another_process
+from kvstore.testing.supply import get, write
+
+if TYPE_CHECKING:
+    from kvstore import BlockKey, BlockStore, Namespace
+
+
+class TestEveryBackend(StoreTests):
+    """memory, file with and without O_DIRECT, lmdb, and the example of `backends/README.md`."""
+
+    @pytest.fixture
+    def url(self, backend_url: str) -> str:
+        return backend_url
+
+    @pytest.fixture
+    def damager(self, url: str) -> Damager:
+        if url.startswith("memory"):
+            pytest.skip("nothing goes past a store into memory (tests/test_memory_store.py has what can be done)")
+        return Damager(self, url)
+
+    def raw_get(self, url: str, namespace: Namespace, key: BlockKey) -> bytes:
+        return in_another_process(raw.read, Tier.at(url), (namespace, key))
+
+    def raw_set(self, url: str, namespace: Namespace, key: BlockKey, data: bytes | None) -> None:
+        if data is None:
+            in_another_process(raw.remove, Tier.at(url), (namespace, key))
+        else:
+            in_another_process(raw.put, Tier.at(url), (namespace, key), data)
+
+    @pytest.mark.soak
+    def test_a_store_answers_as_a_dictionary_would_for_long(self, url: str) -> None:
+        run_against_a_dictionary(url, runs=500, steps=60)
+
+    @pytest.mark.soak
+    def test_every_single_bit(self, store: BlockStore, damager: Damager) -> None:
+        store.put_many(SMALL, [write(1, SMALL)])
+        size = len(damager.read(place(1)))
+        for bit in range(8 * size):
+            damager.put(place(1), flipped(damager.read(place(1)), bit))
+            assert get(store, [1], SMALL) == [CORRUPT], f"bit {bit}"
+            assert store.put_many(SMALL, [write(1, SMALL)]) == [PutOutcome.STORED]
