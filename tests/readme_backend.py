@@ -12,11 +12,17 @@ from pathlib import Path
 README = Path(__file__).parent.parent / "backends" / "README.md"
 
 
-def code(language: str) -> str:
-    """The first code block in that language."""
-    match = re.search(rf"```{language}\n(.*?)```", README.read_text(), re.DOTALL)
-    assert match is not None, f"{README} shows no {language}"
-    return match[1]
+def code(language: str, number: int = 0) -> str:
+    """One of the code blocks in that language: of Python, the store and then its tests."""
+    found = re.findall(rf"```{language}\n(.*?)```", README.read_text(), re.DOTALL)
+    assert len(found) > number, f"{README} shows {len(found)} blocks of {language}"
+    block: str = found[number]
+    return block
+
+
+def code_lines(source: str) -> int:
+    """Lines that are neither empty nor imports."""
+    return sum(bool(line.strip()) and not line.startswith(("import ", "from ")) for line in source.splitlines())
 
 
 def install(folder: Path) -> Path:

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from kvstore.abc import BlockStore
 from kvstore.errors import InvalidBlockError
 from kvstore.layout import BlockLayout
 from kvstore.namespace import Namespace
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from kvstore.abc import BlockStore
 
 HIT, MISS = GetOutcome.HIT, GetOutcome.MISS
 STORED, EXISTS = PutOutcome.STORED, PutOutcome.EXISTS
@@ -272,7 +272,10 @@ class BlockTests(StoreHooks):
     def test_a_key_that_does_not_fit_stops_every_verb(self, store: BlockStore, bad: BlockKey) -> None:
         store.put_many(SPACE, [write(1)])
         into = np.zeros(SPACE.block_bytes(), np.uint8)
-        for verb in (store.contains_many, store.delete_many, store.touch_many):
+        verbs: list[Callable[[Namespace, list[BlockKey]], object]] = [store.contains_many, store.delete_many]
+        if type(store).touch_many is not BlockStore.touch_many:  # which is for stores that evict
+            verbs.append(store.touch_many)
+        for verb in verbs:
             with pytest.raises(InvalidBlockError):
                 verb(SPACE, [key(1), bad])
         with pytest.raises(InvalidBlockError):

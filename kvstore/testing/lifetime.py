@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvstore.abc import BlockStore
 from kvstore.errors import StoreClosedError, StoreNotFoundError
 from kvstore.registry import open_store
 from kvstore.testing.elsewhere import delete, hammer, in_a_new_process, in_another_process, look, put, read
@@ -24,8 +25,6 @@ from kvstore.url import TierURL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from kvstore.abc import BlockStore
 
 HIT, MISS = GetOutcome.HIT, GetOutcome.MISS
 
@@ -39,6 +38,12 @@ VERBS: dict[str, Callable[[BlockStore], object]] = {
     "usage": lambda store: store.usage(),
     "touch_many": lambda store: store.touch_many(SPACE, [key(1)]),
 }
+
+
+def verbs_of(store: BlockStore) -> list[str]:
+    """Those that it has itself: `touch_many` is for stores that evict."""
+    inherited = type(store).touch_many is BlockStore.touch_many
+    return [name for name in VERBS if not (inherited and name == "touch_many")]
 
 
 def refuses(store: BlockStore) -> list[str]:
@@ -62,12 +67,12 @@ class LifetimeTests(StoreHooks):
         store.put_many(SPACE, [write(1)])
         store.close()
         store.close()
-        assert refuses(store) == list(VERBS)
+        assert refuses(store) == verbs_of(store)
 
     def test_leaving_the_context_closes(self, url: str) -> None:
         with open_store(url) as store:
             assert refuses(store) == []
-        assert refuses(store) == list(VERBS)
+        assert refuses(store) == verbs_of(store)
 
     def test_a_closed_store_leaves_no_descriptor_open(self, url: str) -> None:
         before = open_descriptors()
@@ -100,7 +105,7 @@ class LifetimeTests(StoreHooks):
             if child == 0:
                 refused = refuses(store)
                 store.close()
-                os._exit(0 if refused == list(VERBS) else 1)
+                os._exit(0 if refused == verbs_of(store) else 1)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
             assert get(store, [1]) == [HIT]
             assert store.put_many(SPACE, [write(2)]) == [PutOutcome.STORED]
