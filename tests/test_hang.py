@@ -176,7 +176,7 @@ def test_loads_that_end_at_the_moment_they_are_given_up_are_right_or_missing(rem
     remote.plan["get"] = lambda call: slow(float(rng.uniform(0.0, 0.008)))(call)
     tier = SecondaryTier(remote, SPACE, threads=4, load_timeout=0.004, staging_bytes=16 * BLOCK)
     came = missed = 0
-    with managed(tier, primary_slots=8, miss_age=0.0, slot_timeout=PATIENCE) as manager:
+    with managed(tier, primary_slots=8, slot_timeout=PATIENCE) as manager:
         end = time.monotonic() + 2.0
         for first in range(0, 1000, 4):
             wanted = names[first : first + 4]
@@ -201,11 +201,12 @@ def test_a_tier_whose_staging_is_with_hung_calls_answers_misses_and_recovers(
     fill(str(remote.url), PROMPT[:8])
     remote.plan["get"] = hanging
     tier = impatient(remote, threads=8, staging_bytes=4 * BLOCK)
-    with managed(tier, primary_slots=16, miss_age=0.0) as manager:
+    with managed(tier, primary_slots=16) as manager:
         begin = time.monotonic()
         assert ask(manager, PROMPT[:8]) == [MISS] * 8
         assert time.monotonic() - begin < 5.0
         assert staged_blocks(manager) == len(hanging.waiting) == 4
+        manager.forget(PROMPT[:8])
         assert ask(manager, PROMPT[:8]) == [MISS] * 8
         assert manager.stats().tiers[0].failed_loads == 8
         assert engine_store(manager, PROMPT[20:30]) == PROMPT[20:30], "slots are not what is missing"
@@ -213,6 +214,7 @@ def test_a_tier_whose_staging_is_with_hung_calls_answers_misses_and_recovers(
         assert manager.stats().primary.pinned == 0, "a store that gets no staging gives its slot back"
         hanging.release()
         until(manager, lambda: staged_blocks(manager) == 0)
+        manager.forget(PROMPT[:8])
         assert ask(manager, PROMPT[:8]) == [HIT] * 8
         assert engine_store(manager, PROMPT[30:32]) == PROMPT[30:32]
         until(manager, lambda: manager.stats().tiers[0].stores == 2)
@@ -422,7 +424,7 @@ def test_what_a_tier_that_goes_up_and_down_took_is_right_and_what_it_refused_is_
 ) -> None:
     down = failing(error)
     remote.plan = {verb: flapping([True, True, False], down) for verb in ("put", "get")}
-    with managed(SecondaryTier(remote, SPACE, threads=2), primary_slots=4, miss_age=0.0) as manager:
+    with managed(SecondaryTier(remote, SPACE, threads=2), primary_slots=4) as manager:
         assert manager.store(writes(PROMPT)) == 60
         assert manager.drain(PATIENCE)
         stats = manager.stats().tiers[0]
