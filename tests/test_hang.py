@@ -35,7 +35,7 @@ from kvstore.errors import ShutdownTimeout
 from kvstore.layout import as_bytes
 from kvstore.testing.faults import FaultyStore, Hanging, failing, flapping, slow
 from kvstore.tiering import SecondaryTier, TieringManager
-from kvstore.tiering.jobs import StagedLoad
+from kvstore.tiering.jobs import CopyOut, StagedLoad
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -315,6 +315,29 @@ def test_closing_lets_stores_finish_that_are_on_their_way_through_staging(remote
     with managed(impatient(remote), primary_slots=32) as manager:
         assert engine_store(manager, PROMPT[:12]) == PROMPT[:12]
     assert intact(remote.inner, PROMPT[:12]) == [True] * 12
+
+
+def test_a_store_that_is_being_copied_when_its_tier_is_closed_keeps_its_slot_until_then_and_is_shed(
+    remote: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Field report 18: a copy ends by itself; until it has, its slot is in use, and that is said."""
+    begun, go_on, copy = threading.Event(), threading.Event(), CopyOut.work
+
+    def copy_late(job: CopyOut) -> None:
+        begun.set()
+        go_on.wait(PATIENCE)
+        copy(job)
+
+    monkeypatch.setattr(CopyOut, "work", copy_late)
+    manager = TieringManager(SPACE, [impatient(remote)], primary_slots=4)
+    assert engine_store(manager, PROMPT[:2]) == PROMPT[:2]
+    until(manager, begun.is_set)
+    with pytest.raises(ShutdownTimeout):
+        manager.close(timeout=0.2)
+    go_on.set()
+    until(manager, lambda: manager.stats().primary.pinned == 0)
+    stats = manager.stats().tiers[0]
+    assert (stats.shed, stats.stores, stats.backlog_bytes, stats.staging_bytes) == (2, 0, 0, 0)
 
 
 def test_closing_with_a_local_load_that_holds_memory_raises_in_time_and_the_memory_stays(

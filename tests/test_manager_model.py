@@ -64,6 +64,10 @@ def bytes_of(key: BlockKey) -> NDArray[np.uint8]:
     return content(key, BLOCK)
 
 
+def address(memory: Any) -> int:
+    return as_bytes(memory).ctypes.data
+
+
 class Clock:
     """In place of the `time` module: seconds that pass only when somebody sleeps."""
 
@@ -384,7 +388,7 @@ class Machine(RuleBasedStateMachine):
     @rule(odds=st.integers(0, 9))
     def close(self, odds: int) -> None:
         """In the middle of it all, now and then; an engine that goes on asking is told misses."""
-        if odds < 8:
+        if odds < 7:
             return
         self.settle()
         self.closed = True
@@ -406,6 +410,19 @@ class Machine(RuleBasedStateMachine):
         for view in self.writing.values():
             assert (view == 0xAA).all(), "somebody wrote into a slot that is being written"
         assert not [wrong for tier in self.tiers for wrong in tier.wrong]
+
+    @invariant()
+    def who_may_write_to_memory_has_it_alone(self) -> None:
+        """Also who was given up long ago, and only hangs."""
+        writers = [address(view) for view in self.writing.values()]
+        readers = [address(view) for _, view in self.reading]
+        for parked in itertools.chain.from_iterable(tier.parked for tier in self.tiers):
+            if parked.call.verb == "get":
+                writers += [address(block.into) for block in parked.call.blocks]
+            elif parked.call.verb == "put":
+                readers += [address(block.data) for block in parked.call.blocks]
+        assert len(set(writers)) == len(writers)
+        assert not set(writers) & set(readers)
 
     @invariant()
     def tiers_have_what_they_took(self) -> None:
@@ -455,6 +472,7 @@ class Machine(RuleBasedStateMachine):
         for tier, stats in zip(self.tiers, self.manager.stats().tiers, strict=True):
             outcomes = stats.stores + stats.exists + stats.full + stats.failed_stores
             assert outcomes + stats.shed == self.stored, stats
+            assert (stats.backlog_bytes, stats.staging_bytes) == (0, 0)
             assert sum(len(names) for verb, names in tier.store.calls if verb == "put") == outcomes
 
     def what_tiers_have_is_found_again(self) -> None:
