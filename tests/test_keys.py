@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import struct
 import subprocess
 import sys
+from hashlib import sha256
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import KeyExtras, Media, block_keys, chain_digests
+from kvstore.keys import KEY_SCHEME
 
 TOKENS = list(range(64))
 
@@ -25,6 +28,21 @@ def test_a_digest_names_the_whole_prefix_up_to_its_blocks_end() -> None:
 def test_the_chain_is_the_documented_one() -> None:
     # Written down once, from the formula in the module's docstring; it must never change.
     assert chain_digests([1, 2], 2)[0].hex() == "d4e8ae0083094a163fad593e503ad5d450656e1d81bc8a9fca7357c77aba6cf5"
+
+
+def test_media_stands_in_the_chain_with_its_offset_in_the_block_its_kind_and_its_hash() -> None:
+    def field(tag: bytes, value: bytes) -> bytes:
+        return struct.pack("<Q", len(tag)) + tag + struct.pack("<Q", len(value)) + value
+
+    def tokens(*ids: int) -> bytes:
+        return field(b"tokens", struct.pack(f"<{len(ids)}Q", *ids))
+
+    root = sha256(KEY_SCHEME.encode() + field(b"model", b"m") + field(b"adapter", b"") + field(b"salt", b"s")).digest()
+    first = sha256(root + tokens(1, 2)).digest()
+    media = field(b"offset", struct.pack("<Q", 1)) + field(b"kind", b"sound") + field(b"hash", b"cat")
+    second = sha256(first + tokens(3, 4) + field(b"media", media)).digest()
+    extras = KeyExtras("m", salt="s", media=(Media(3, b"cat", "sound"),))
+    assert chain_digests([1, 2, 3, 4], 2, extras) == [first, second]
 
 
 def test_every_process_derives_the_same_keys() -> None:
