@@ -81,7 +81,7 @@ class BlockStore(ABC):
 
         Atomicity: a block is visible whole or not at all, to every thread and process, whatever dies in between.
         Durability at return: survives this process; survives a power loss only with `durability=fsync`. A block
-        that is there is never overwritten: the digest says that it has the same content.
+        that is there is never overwritten: the digest says that it has the same content; `EXISTS` counts as a use.
         Capacity: makes room by evicting the least recently used blocks; `FULL` when that is not possible.
         The first put into a namespace also stores its manifest. Of two writes of one key in a batch the second is
         `EXISTS`.

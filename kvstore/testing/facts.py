@@ -36,6 +36,10 @@ def use_by_get(store: BlockStore, number: int) -> None:
     assert get(store, [number], BIG) == [HIT]
 
 
+def use_by_put(store: BlockStore, number: int) -> None:
+    assert store.put_many(BIG, [write(number, BIG)]) == [PutOutcome.EXISTS]
+
+
 def use_by_touch(store: BlockStore, number: int) -> None:
     store.touch_many(BIG, [key(number)])
 
@@ -160,7 +164,7 @@ class FactTests(StoreHooks):
             assert held(store, BIG) == set(keys(range(60 - kept, 60)))
             assert set(get(store, range(60 - kept, 60), BIG)) == {HIT}
 
-    @pytest.mark.parametrize("use", [use_by_get, use_by_touch])
+    @pytest.mark.parametrize("use", [use_by_get, use_by_put, use_by_touch])
     def test_a_use_makes_a_block_young(self, bounded_url: str, use: Callable[[BlockStore, int], None]) -> None:
         with open_store(bounded_url, capacity=CAPACITY) as store:
             number = 0
