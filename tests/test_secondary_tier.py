@@ -366,3 +366,16 @@ def test_a_tier_closes_the_store_that_it_opened() -> None:
         assert same.usage().blocks == 0
     assert tier.stats() == TierStats("memory://its-own")
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvstore-memory")]
+
+
+def test_a_poll_with_little_time_leaves_what_else_ended_to_the_next(store: FaultyStore, bench: Bench) -> None:
+    for key in KEYS[:20]:
+        bench.store([key])
+        bench.tier.submit()  # each a call of its own
+    deadline = time.monotonic() + PATIENCE
+    while len(store.calls) < 20 or len(bench.tier._transfers._done) < 20:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    reports = [bench.tier.poll(budget=0.0) for _ in range(20)]
+    assert [len(report.released) for report in reports] == [1] * 20
+    assert bench.tier.idle

@@ -65,7 +65,7 @@ def test_every_job_runs_once_and_is_collected_once() -> None:
         pool.submit(job)
     assert set(ended(pool, 200)) == set(jobs)
     assert sorted(ran) == list(range(200))
-    assert pool.collect() == []
+    assert list(pool.collect()) == []
     assert pool.close(PATIENCE)
 
 

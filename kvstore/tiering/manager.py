@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["ManagerStats", "TieringManager"]
 
 STEP_BUDGET = 50e-6
-"""Seconds of a step that may go into starting promotions; the rest of them start with the next step."""
+"""Seconds of a step for each tier's ended transfers, and for starting promotions; the rest waits for the next step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ class TieringManager(BlockingCalls):
         """Once per scheduler step: collect what transfer threads finished, hand them what was asked since."""
         now = time.monotonic()
         for number, tier in enumerate(self._tiers):
-            self._take(number, tier.poll(), now)
+            self._take(number, tier.poll(STEP_BUDGET), now)
         self._promises.expire(now)
         self._promote(now)
         self._promotions.expire(now)  # after a step that lasted longer than the time-out, too, first come slots

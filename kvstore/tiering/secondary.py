@@ -193,11 +193,14 @@ class SecondaryTier:
             self._to_touch.clear()
             self._transfers.submit(self._touching)
 
-    def poll(self) -> TierReport:
-        """Collect what ended, give up what is overdue."""
+    def poll(self, budget: float = float("inf")) -> TierReport:
+        """Collect what ended, as far as that can be done in `budget` seconds, and give up what is overdue."""
+        deadline = time.perf_counter() + budget
         report = TierReport(answers=self._questions.collect())
         for job in self._transfers.collect():
             self._settle(job, report)
+            if time.perf_counter() > deadline:
+                break
         self._give_up(report)
         if self._stuck:  # nobody else waits for this tier
             report.answers += self._questions.refuse()

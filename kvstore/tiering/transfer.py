@@ -17,7 +17,10 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from queue import SimpleQueue
-from typing import ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["Job", "Once", "TransferPool"]
 
@@ -110,12 +113,10 @@ class TransferPool(Generic[J]):
         (self._urgent if job.urgent else self._patient).append(job)
         self._tokens.put(None)
 
-    def collect(self) -> list[J]:
-        """Jobs that ended since the last call, in the order in which they ended."""
-        ended: list[J] = []
+    def collect(self) -> Iterator[J]:
+        """Jobs that ended, in the order in which they did; who stops early gets the rest with the next call."""
         while self._done:
-            ended.append(self._done.popleft())
-        return ended
+            yield self._done.popleft()
 
     def cancel(self, job: J) -> bool:
         """Keep a job from starting; False when it runs or has ended."""
