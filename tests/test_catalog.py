@@ -104,6 +104,19 @@ def test_the_front_of_age_is_the_least_recently_used(catalog: Catalog) -> None:
         assert ages(snapshot) == [entry(2).address, entry(3).address, entry(1).address]
 
 
+def test_a_use_that_is_written_down_late_makes_no_block_older(catalog: Catalog) -> None:
+    with catalog.write() as change:
+        change.publish([entry(1, last_used=100), entry(2, last_used=200)])
+        change.use([(entry(1).address, 300, 1)])
+        change.use([(entry(1).address, 150, 1)])
+        assert ages(change) == [entry(2).address, entry(1).address]
+        check_books(change)
+    with catalog.read() as snapshot:
+        (found,) = snapshot.find([entry(1).address])
+    assert found is not None
+    assert (found.last_used, found.hits) == (300, 2)
+
+
 def test_a_use_in_this_process_counts_before_it_is_settled_and_for_all_after(catalog: Catalog) -> None:
     with catalog.write() as change:
         change.publish([entry(1), entry(2), entry(3)])

@@ -16,11 +16,13 @@ import lmdb
 import numpy as np
 import pytest
 
+import kvstore_lmdb
 from kvstore import BlockKey, BlockLayout, BlockRead, BlockWrite, GetOutcome, Namespace, PutOutcome, open_store
 from kvstore.environment import PAGE
 from kvstore.errors import StoreDamagedError, StoreFullError, TierUnavailable
 from kvstore_lmdb import LMDBStore
 from kvstore_lmdb.entry import stored_bytes
+from kvstore_lmdb.opening import evict
 from kvstore_lmdb.space import SMALLEST_CAPACITY, Space
 
 if TYPE_CHECKING:
@@ -165,6 +167,32 @@ class TestCapacity:
             used = store.usage().used
         assert most <= capacity
         assert used >= 0.6 * capacity
+
+    def test_room_that_others_took_since_it_was_made_is_not_filled_a_second_time(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with opened(tmp_path, capacity=8 * MIB) as store:
+            for number in range(200):
+                put(store, [number])
+            begun = 1
+
+            def others_put(*arguments: Any, **options: Any) -> int:
+                """When one put has made room, another one begins, up to six of them; then each stores."""
+                nonlocal begun
+                freed = evict(*arguments, **options)
+                if not freed and begun < 6:
+                    begun += 1
+                    assert put(store, range(1000 * begun, 1000 * begun + 7)) == [STORED] * 7
+                return freed
+
+            monkeypatch.setattr(kvstore_lmdb, "evict", others_put)
+            assert put(store, range(1000, 1007)) == [STORED] * 7
+            with store._tier.catalog.read() as snapshot:
+                room = snapshot.totals().room
+            assert begun == 6
+            assert room is not None
+            assert room >= 0
+            assert occupied(tmp_path) <= 8 * MIB
 
     def test_a_cap_lowered_far_makes_the_file_smaller(self, tmp_path: Path) -> None:
         with opened(tmp_path) as store:

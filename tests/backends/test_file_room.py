@@ -13,10 +13,12 @@ import raw
 from tiers import Tier
 
 import kvstore_zarr.steps
-from kvstore import BlockLayout, GetOutcome, PutOutcome
+from kvstore import BlockLayout, GetOutcome, PutOutcome, open_store
 from kvstore.testing.supply import KIB, MIB, SPACE, get, key, keys, write, writes
+from kvstore_zarr.put import DISK_HEADROOM
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from kvstore import BlockStore
@@ -109,3 +111,39 @@ def test_whoever_has_a_block_open_does_not_keep_its_space_when_it_goes(tier: Tie
             assert os.fstat(onlooker).st_blocks == 0
         finally:
             os.close(onlooker)
+
+
+def test_puts_leave_room_on_the_disk_for_the_catalogue_to_take_blocks_out(small_disk: Callable[[int], Path]) -> None:
+    disk = small_disk(12 * MIB)
+    with open_store(f"file://{disk}/tier") as store:
+        number = 0
+        while store.put_many(SMALL, [write(number, SMALL)]) == [PutOutcome.STORED]:
+            number += 1
+        left = os.statvfs(disk)
+        assert left.f_bavail * left.f_frsize >= DISK_HEADROOM // 2  # some of it the catalogue has grown into
+        assert store.delete_many(SMALL, keys(range(number))) == [True] * number
+
+
+def test_a_file_that_a_put_took_over_while_it_was_being_opened_is_looked_at_again(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tier.open() as store:
+        store.put_many(SMALL, [write(0, SMALL)])
+        path = raw.file_of(tier, (SMALL, key(0)))
+        device = store._tier.device  # type: ignore[attr-defined]
+        opened: list[int] = []
+
+        def overtaken(name: str) -> int:
+            fd: int = device_open(name)
+            if not opened:
+                again = path.with_suffix(".again")
+                again.write_bytes(path.read_bytes())
+                os.truncate(path, 0)
+                again.rename(path)
+            opened.append(fd)
+            return fd
+
+        device_open = device.open
+        monkeypatch.setattr(type(device), "open", lambda _, name: overtaken(name))
+        assert get(store, [0], SMALL) == [GetOutcome.HIT]
+        assert len(opened) == 2
