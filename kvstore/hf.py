@@ -40,7 +40,6 @@ except ImportError as missing:
     ) from missing
 
 if TYPE_CHECKING:
-
     from numpy.typing import NDArray
 
     from kvstore.keys import KeyExtras

@@ -16,8 +16,9 @@ scales that are not part of the weights belong in `Namespace.extra`, or in a gro
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -63,6 +64,9 @@ class BlockLayout:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        # numpy's integers are no JSON, and 2.5 layers are no layers.
+        object.__setattr__(self, "shape", tuple(operator.index(length) for length in self.shape))
+        object.__setattr__(self, "axes", tuple(self.axes))
         if self.dtype not in DTYPES:
             raise ValueError(f"block dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
         if len(self.axes) != len(self.shape) or len(set(self.axes)) != len(self.axes):
@@ -135,11 +139,16 @@ class BlockLayout:
 def as_bytes(buffer: Buffer) -> NDArray[np.uint8]:
     """Any C-contiguous buffer as a flat uint8 array that shares its memory (and keeps it alive)."""
     if isinstance(buffer, np.ndarray):
-        array: NDArray[Any] = buffer  # pyright: ignore[reportUnknownVariableType]
+        array = cast("NDArray[Any]", buffer)
         if not array.flags.c_contiguous:
-            raise InvalidBlockError("a block's buffer must be C-contiguous")
+            raise InvalidBlockError("the array is not C-contiguous: pass numpy.ascontiguousarray(array)")
+        if array.dtype.hasobject:
+            raise InvalidBlockError("an array of Python objects has no bytes to store: give it a numeric dtype")
         return array.reshape(-1).view(np.uint8)
     try:
         return np.frombuffer(memoryview(buffer), dtype=np.uint8)
     except (ValueError, TypeError, BufferError) as error:
-        raise InvalidBlockError(f"a block's buffer must be C-contiguous bytes: {error}") from error
+        hint = " (of a torch tensor pass tensor.contiguous().view(torch.uint8).numpy())"
+        raise InvalidBlockError(
+            f"not C-contiguous bytes: {error}{hint if hasattr(buffer, 'data_ptr') else ''}"
+        ) from error

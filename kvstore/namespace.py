@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,8 @@ class Namespace:
     - `digest_bytes`: their length.
     - `extra`: whatever else must match (engine, quantisation, rope overrides, …), as text.
 
-    Raises `ValueError` when a field is empty or out of range.
+    Raises `ValueError` when a field is empty or out of range, `TypeError` when it is of another type: what cannot be
+    written down and read back the same would name blocks that nobody finds.
     """
 
     model: str
@@ -55,6 +57,14 @@ class Namespace:
     extra: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
+        for name in ("model", "revision", "key_scheme"):
+            _check_text(name, getattr(self, name))
+        for name, value in dict(self.extra).items():
+            _check_text("a name in extra", name)
+            _check_text(f"extra[{name!r}]", value)
+        for name in ("block_tokens", "digest_bytes"):
+            object.__setattr__(self, name, operator.index(getattr(self, name)))  # numpy's integers are no JSON
+        object.__setattr__(self, "layouts", tuple(self.layouts))
         if not self.model:
             raise ValueError("a namespace needs a model name")
         if not self.layouts:
@@ -89,6 +99,8 @@ class Namespace:
 
     def check_key(self, key: BlockKey) -> None:
         """Raise `InvalidBlockError` unless `key` can name a block here."""
+        if not isinstance(key.digest, bytes):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are not all typed
+            raise InvalidBlockError(f"a digest is bytes, not {type(key.digest).__name__}: {key.digest!r}")
         if len(key.digest) != self.digest_bytes:
             raise InvalidBlockError(
                 f"{key!r} has a digest of {len(key.digest)} bytes; namespace {self.name} has {self.digest_bytes}"
@@ -116,7 +128,10 @@ class Namespace:
         each block it is to get, before it does anything.
         """
         self.check_key(key)
-        flat = as_bytes(buffer)
+        try:
+            flat = as_bytes(buffer)
+        except InvalidBlockError as error:
+            raise InvalidBlockError(f"{key!r}: {error}") from None
         expected = self.layouts[key.group].nbytes
         if flat.nbytes != expected:
             raise InvalidBlockError(
@@ -156,3 +171,10 @@ class Namespace:
             digest_bytes=int(manifest["digest_bytes"]),
             extra={str(name): str(value) for name, value in manifest["extra"].items()},
         )
+
+
+def _check_text(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} of a namespace is text, not {value!r}")
+    if any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise ValueError(f"{name} of a namespace is no valid text: {value!r} has a lone surrogate")

@@ -129,3 +129,48 @@ def test_a_buffer_is_checked_against_the_group_of_its_key() -> None:
         SPACE.check_buffer(key, bytes(1000), writable=True)
     buffer = np.zeros(1000, np.uint8)
     assert np.shares_memory(SPACE.check_buffer(key, buffer, writable=True), buffer)
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"revision": None}, "revision of a namespace is text, not None"),
+        ({"model": 5}, "model of a namespace is text"),
+        ({"extra": {"a": 1}}, r"extra\['a'\] of a namespace is text"),
+        ({"extra": {1: "a"}}, "a name in extra"),
+        ({"block_tokens": 2.5}, "integer"),
+        ({"model": "\ud800"}, "lone surrogate"),
+    ],
+)
+def test_what_would_not_be_read_back_the_same_is_refused(changed: dict[str, Any], match: str) -> None:
+    fields: dict[str, Any] = {"model": "m", "revision": "r", "layouts": (BlockLayout.opaque(8),), "block_tokens": 1}
+    with pytest.raises((TypeError, ValueError), match=match):
+        Namespace(**(fields | changed))
+
+
+def test_numpys_integers_count_as_integers() -> None:
+    layout = BlockLayout("uint8", ("byte",), (np.int64(8),))  # pyright: ignore[reportArgumentType]
+    space = Namespace("m", "r", (layout,), block_tokens=np.int32(4))  # pyright: ignore[reportArgumentType]
+    assert space == Namespace("m", "r", (BlockLayout.opaque(8),), block_tokens=4)
+    assert Namespace.from_manifest(space.to_manifest()).fingerprint == space.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        (np.zeros((4, 4), np.uint8)[:, :2], "ascontiguousarray"),
+        (np.array([None] * 8), "Python objects"),
+        ("eight by", "bytes-like"),
+        (memoryview(bytes(16))[::2], "contiguous"),
+    ],
+)
+def test_data_that_is_no_block_is_refused_by_the_name_of_its_key(data: Any, match: str) -> None:
+    space = Namespace("m", "r", (BlockLayout.opaque(8),), block_tokens=1)
+    with pytest.raises(InvalidBlockError, match=rf"BlockKey\(0000.*{match}"):
+        space.check_write(BlockWrite(BlockKey(bytes(32)), data))
+
+
+def test_a_digest_of_text_is_refused() -> None:
+    space = Namespace("m", "r", (BlockLayout.opaque(8),), block_tokens=1)
+    with pytest.raises(InvalidBlockError, match="a digest is bytes, not str"):
+        space.check_key(BlockKey("0" * 32))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
