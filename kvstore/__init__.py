@@ -1,4 +1,4 @@
-"""kvstore: the storage half of a KV cache. A secondary tier is an fsspec URL.
+"""kvstore: the storage half of a KV cache. A secondary tier is a URL.
 
 >>> import numpy as np, kvstore
 >>> layout = kvstore.BlockLayout.canonical(layers=2, tokens=16, heads=4, head_dim=64, dtype="float16")
