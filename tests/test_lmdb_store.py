@@ -177,19 +177,19 @@ class TestCapacity:
             begun = 1
 
             def others_put(*arguments: Any, **options: Any) -> int:
-                """When one put has made room, another one begins, up to six of them; then each stores."""
+                """When one put has made room, another one begins, up to four of them; then each stores."""
                 nonlocal begun
                 freed = evict(*arguments, **options)
-                if not freed and begun < 6:
+                if not freed and begun < 4:
                     begun += 1
-                    assert put(store, range(1000 * begun, 1000 * begun + 7)) == [STORED] * 7
+                    assert put(store, range(1000 * begun, 1000 * begun + 6)) == [STORED] * 6
                 return freed
 
             monkeypatch.setattr(kvstore_lmdb, "evict", others_put)
-            assert put(store, range(1000, 1007)) == [STORED] * 7
+            assert put(store, range(1000, 1006)) == [STORED] * 6
             with store._tier.catalog.read() as snapshot:
                 room = snapshot.totals().room
-            assert begun == 6
+            assert begun == 4
             assert room is not None
             assert room >= 0
             assert occupied(tmp_path) <= 8 * MIB

@@ -218,6 +218,17 @@ def test_a_hit_stays_until_who_asked_can_pin_it_and_no_longer_than_promised() ->
         manager.complete_load(PROMPT[:2])
 
 
+def test_a_block_that_two_requests_read_stays_until_both_have_read_it() -> None:
+    with managed() as manager:
+        (key,) = engine_store(manager, PROMPT[:1])
+        for _ in range(2):
+            assert manager.prepare_load([key])[0] is not None
+        manager.complete_load([key])
+        assert manager.stats().primary.pinned == 1
+        manager.complete_load([key])
+        assert manager.stats().primary.pinned == 0
+
+
 def test_blocks_behind_a_gap_are_not_kept_from_making_room_for_the_gap() -> None:
     with open_store("memory://prompts"):
         fill("memory://prompts", PROMPT)
