@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from kvstore.abc import BlockStore
-from kvstore.errors import ConfigurationError, MissingDependencyError
+from kvstore.errors import ConfigurationError, MissingDependencyError, StoreClosedError
 from kvstore.keys import block_keys
 from kvstore.layout import BlockLayout
 from kvstore.namespace import Namespace
@@ -100,6 +100,7 @@ class PrefixCache:
         host_memory: int | str = "1GiB",
         timeout: float = 10.0,
     ) -> None:
+        self._closed = False
         self.model = model
         self.block_tokens = block_tokens
         self.namespace = model_namespace(model, block_tokens, revision=revision, name=name)
@@ -188,6 +189,7 @@ class PrefixCache:
 
     def close(self) -> None:
         """Let queued stores finish, close the tiers. Raises `ShutdownTimeout` if one hangs."""
+        self._closed = True
         self.manager.close()
 
     def __enter__(self) -> PrefixCache:
@@ -197,6 +199,8 @@ class PrefixCache:
         self.close()
 
     def _keys(self, ids: Sequence[int]) -> list[BlockKey]:
+        if self._closed:
+            raise StoreClosedError("this prefix cache was closed: make another one")
         return block_keys(ids, self.block_tokens, self._extras)
 
     def _check(self, cache: DynamicCache) -> None:

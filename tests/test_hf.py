@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="pip install torch 'transformers>=5'
 transformers = pytest.importorskip("transformers", reason="pip install torch 'transformers>=5'")
 
 from kvstore import KeyExtras, open_store  # noqa: E402
-from kvstore.errors import ConfigurationError  # noqa: E402
+from kvstore.errors import ConfigurationError  # noqa: E402, StoreClosedError
 from kvstore.hf import PrefixCache, model_namespace, weights_digest  # noqa: E402
 
 if TYPE_CHECKING:
@@ -272,3 +272,10 @@ def test_a_model_with_as_many_key_value_heads_as_query_heads_works_too(store: Bl
         prompt = cache.prefill(PROMPT)
     assert prompt.hit_tokens == 64
     torch.testing.assert_close(prompt.logits, computed(model, PROMPT).logits[0, -1])
+
+
+def test_a_closed_cache_says_so_instead_of_computing_everything_in_silence(model: Any, store: BlockStore) -> None:
+    cache = PrefixCache(model, store, block_tokens=4)
+    cache.close()
+    with pytest.raises(StoreClosedError, match="make another one"):
+        cache.generate(torch.tensor([list(range(1, 10))]), max_new_tokens=1)
