@@ -1,4 +1,4 @@
-"""How `file://` keeps its cap to the byte while blocks come, go and are being read at once."""
+"""How `file://` keeps its cap to the byte, and every sound block, while blocks come, go and are being read at once."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import dataclasses
 import fcntl
 import os
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import raw
 from tiers import Tier
 
+import kvstore_zarr.get
 import kvstore_zarr.steps
 from kvstore import BlockLayout, GetOutcome, PutOutcome, open_store
 from kvstore.testing.supply import KIB, MIB, SPACE, get, key, keys, write, writes
 from kvstore_zarr.put import DISK_HEADROOM
+from kvstore_zarr.removal import remove
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,3 +149,24 @@ def test_a_file_that_a_put_took_over_while_it_was_being_opened_is_looked_at_agai
         monkeypatch.setattr(type(device), "open", lambda _, name: overtaken(name))
         assert get(store, [0], SMALL) == [GetOutcome.HIT]
         assert len(opened) == 2
+
+
+def test_a_sound_copy_that_came_meanwhile_does_not_go_with_the_damaged_one(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tier.open() as store:
+        store.put_many(SMALL, [write(0, SMALL)])
+        path = raw.file_of(tier, (SMALL, key(0)))
+        whole = path.read_bytes()
+        path.write_bytes(bytes(len(whole)))
+
+        def remove_late(*arguments: Any, **options: Any) -> list[bool]:
+            again = path.with_suffix(".again")
+            again.write_bytes(whole)
+            again.rename(path)
+            return remove(*arguments, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(kvstore_zarr.get, "remove", remove_late)
+            assert get(store, [0], SMALL) == [GetOutcome.MISS]
+        assert get(store, [0], SMALL) == [GetOutcome.HIT]
