@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,12 @@ def tree(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.rglob("*"))}
 
 
+def occupied(tier: str, space: Namespace) -> int:
+    """The sizes of the namespace's block files."""
+    folder = Path(TierURL.parse(tier).location) / space.name
+    return sum(file.stat().st_size for file in folder.iterdir() if file.name != "manifest")
+
+
 # Help, and how fast it comes
 
 
@@ -118,8 +125,8 @@ def test_stat_counts_namespaces_blocks_bytes_and_ages(tier: str, capsys: pytest.
     told = machine(capsys, "stat", tier)
     first, second = told["namespaces"]
     assert (first["namespace"], first["model"], first["groups"], first["blocks"]) == (MODEL.name, "org/model", 2, 10)
-    assert (second["namespace"], second["blocks"], second["bytes"]) == (OTHER.name, 2, 2 * (4096 + 4))
-    assert first["bytes"] == 6 * (8192 + 4) + 4 * (4096 + 4)
+    assert (second["namespace"], second["blocks"], second["bytes"]) == (OTHER.name, 2, occupied(tier, OTHER))
+    assert first["bytes"] == occupied(tier, MODEL) > 6 * 8192 + 4 * 4096
     assert first["oldest"] <= first["newest"]
     assert told["usage"]["blocks"] == 12
     assert told["usage"]["capacity"] is None
@@ -147,7 +154,7 @@ def test_ls_lists_namespaces_and_with_a_prefix_their_blocks(tier: str, capsys: p
     assert {space["namespace"]: space["blocks"] for space in spaces} == {MODEL.name: 10, OTHER.name: 2}
     listed = machine(capsys, "ls", tier, "--namespace", OTHER.name[:8])
     assert {block["digest"] for block in listed["blocks"]} == {key.digest.hex() for key in KEYS[:2]}
-    assert {block["bytes"] for block in listed["blocks"]} == {4100}
+    assert sum(block["bytes"] for block in listed["blocks"]) == occupied(tier, OTHER)
     assert not listed["truncated"]
     assert len(machine(capsys, "ls", tier, "--namespace", "")["blocks"]) == 12
 
@@ -333,6 +340,75 @@ def test_bench_beside_blocks_of_others_on_a_shipped_backend_leaves_theirs(
     assert [path for path in tmp_path.rglob("*") if "kvstore-bench" in path.name] == []
 
 
+@pytest.mark.parametrize("scheme", ["file", "lmdb"])
+def test_bench_at_a_mount_point_leaves_what_stood_there_before(
+    scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rescued = tmp_path / "mount/lost+found/rescued"
+    rescued.parent.mkdir(parents=True)
+    rescued.write_bytes(b"precious")
+    machine(capsys, "bench", f"{scheme}://{tmp_path}/mount", *QUICK)
+    assert rescued.read_bytes() == b"precious"
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mount", rescued.parent, rescued]
+
+
+OPEN_ELSEWHERE = """
+import sys, kvstore
+from kvstore import BlockLayout, BlockWrite, Namespace, block_keys
+with kvstore.open_store(sys.argv[1]) as store:
+    if sys.argv[2] == "put":
+        space = Namespace("org/late", "r", (BlockLayout.opaque(4096),), block_tokens=4)
+        print(store.put_many(space, [BlockWrite(block_keys(range(4), 4)[0], bytes(4096))]), flush=True)
+        sys.exit()
+    print("open", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("scheme", ["file", "lmdb"])
+@pytest.mark.parametrize("there_before", [True, False])
+@pytest.mark.parametrize("does", ["put", "stay"])
+def test_bench_leaves_a_tier_that_another_process_uses_by_its_end(
+    scheme: str, there_before: bool, does: str, tmp_path: Path
+) -> None:
+    if there_before:
+        (tmp_path / "kv").mkdir()
+    url = TierURL.parse(f"{scheme}://{tmp_path}/kv")
+    with TierUnderTest(url, 65536, 1 << 20) as bench:
+        bench.store(KEYS[:2], [memoryview(bytes(65536))] * 2)
+        command = [sys.executable, "-c", OPEN_ELSEWHERE, str(url), does]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, _source_tree()))}
+        other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        assert other.stdout is not None
+        assert other.stdout.readline()
+        if does == "put":
+            other.communicate()
+    try:
+        expected = "another process " + ("has it open" if does == "stay" else "stored 1 blocks there")
+        assert any(f"{url} stays" in note and expected in note for note in bench.notes)
+        with kvstore.open_store(url, readonly=True) as store:
+            assert store.usage().blocks == (1 if does == "put" else 0)
+            assert [space.model for space in store.namespaces() if any(store.scan(space))] == ["org/late"] * (
+                does == "put"
+            )
+    finally:
+        other.communicate()
+
+
+@pytest.mark.parametrize("options", [(), ("--namespace", "mine")])
+def test_bench_refuses_blocks_without_a_catalogue_whose_owners_cannot_be_told(
+    options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"file://{tmp_path}/kv"
+    with kvstore.open_store(url) as store:
+        store.put_many(OTHER, [BlockWrite(key, bytes(4096)) for key in KEYS])
+    shutil.rmtree(tmp_path / "kv/.kvstore")
+    before = tree(tmp_path)
+    assert run(["bench", f"{url}?capacity=1MiB", *QUICK, *options]) == EXIT_USAGE
+    assert "whose blocks are there cannot be told" in capsys.readouterr().err
+    assert tree(tmp_path) == before
+
+
 # Errors
 
 
@@ -365,10 +441,23 @@ def test_processes_end_with_the_documented_codes(tier: str) -> None:
     assert kv("stat", tier, "--nope").returncode == EXIT_USAGE
 
 
-def test_a_fault_of_our_own_is_told_from_a_corrupt_block(tier: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (Path(TierURL.parse(tier).location) / MODEL.name / "0-not hex").touch()
-    assert run(["verify", tier]) == EXIT_FAULT
+FAULTY = """
+from kvstore_memory import MemoryStore
+
+class Faulty(MemoryStore):
+    def usage(self):
+        raise ZeroDivisionError("a fault")
+"""
+
+
+def test_a_fault_of_our_own_is_told_from_a_corrupt_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(install_wheel(tmp_path, "faulty", {"faulty.py": FAULTY}, {"faulty": "faulty:Faulty"}))
+    with kvstore.open_store("memory://x"):
+        assert run(["stat", "faulty://x"]) == EXIT_FAULT
     assert "Traceback" in capsys.readouterr().err
+    sys.modules.pop("faulty")
 
 
 def test_a_reader_that_leaves_early_is_no_error(tier: str) -> None:

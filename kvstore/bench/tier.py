@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from kvstore.bench.contestant import Contestant
+from kvstore.bench.footprint import Footprint
 from kvstore.errors import ConfigurationError, StoreNotFoundError, TierUnavailable
 from kvstore.layout import BlockLayout
 from kvstore.namespace import Namespace
 from kvstore.registry import open_store
 from kvstore.types import BlockRead, BlockWrite, GetOutcome, PutOutcome
+from kvstore.url import MODE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,8 +35,9 @@ class TierUnderTest(Contestant):
     """The tier at `url`, written and read in the namespace (`kvstore-bench`, `own_name`).
 
     Raises `ConfigurationError`, before anything is written, where the tier holds blocks of others and no `own_name` is
-    given, or where `total_bytes` would push them out. A location that did not exist is removed at the end; of one that
-    did, every block the benchmark wrote (the namespace's empty manifest stays: the contract has no verb for it).
+    given, or where `total_bytes` would push them out. Where no tier was, what opening one made is removed at the end,
+    unless others use it by then (`notes` says so); where one was, every block the benchmark wrote (the namespace's
+    empty manifest stays: the contract has no verb for it).
     """
 
     name: ClassVar[str] = "kvstore"
@@ -45,12 +47,18 @@ class TierUnderTest(Contestant):
         layouts = (BlockLayout.opaque(block_bytes),)
         self._namespace = Namespace(BENCH_MODEL, own_name or "default", layouts, block_tokens=1, key_scheme="random")
         self._footprint = _footprint(url, own_name, total_bytes)
+        self.notes = []
         self._store: BlockStore | None = open_store(url)
-        self._clear_own(self._store)
+        self._made = self._footprint.made() if self._footprint else frozenset[str]()
+        try:
+            self._clear_own(self._store)
+        except BaseException:
+            self.close()
+            raise
         can = self._store.capabilities
         self.batch_bytes = can.batch_bytes
         self.persistent = can.persistent
-        self.notes = [f"kvstore: {can.io}, checks on", *(f"kvstore: {note}" for note in can.notes)]
+        self.notes += [f"kvstore: {can.io}, checks on", *(f"kvstore: {note}" for note in can.notes)]
         if can.io in ("buffered", "mmap"):
             self.notes.append("kvstore: a store ends in the page cache; what the device takes later is not in the time")
 
@@ -83,9 +91,11 @@ class TierUnderTest(Contestant):
             return
         with store:
             self._clear_own(store)
-            empty = store.usage().blocks == 0
-        if self._footprint is not None and empty:
-            self._footprint.remove()
+            mode = store.url.option(MODE)
+        if self._footprint is not None:
+            reason = self._footprint.remove({*self._made, self._namespace.name}, mode)
+            if reason is not None:
+                self.notes.append(f"{self._url} stays, without the benchmark's blocks: {reason}")
 
     def _clear_own(self, store: BlockStore) -> None:
         """Remove what this benchmark wrote, and what one that was killed left behind."""
@@ -105,36 +115,20 @@ class TierUnderTest(Contestant):
         return self._store
 
 
-@dataclass(frozen=True, slots=True)
-class _Footprint:
-    """What opening a tier creates: `path`, or only what is in it where an empty folder (a mount point) stood there."""
-
-    path: Path
-    keep_folder: bool
-
-    @classmethod
-    def of(cls, path: Path) -> _Footprint:
-        if path.exists():
-            return cls(path, keep_folder=True)
-        while not path.parent.exists():
-            path = path.parent
-        return cls(path, keep_folder=False)
-
-    def remove(self) -> None:
-        for path in list(self.path.iterdir()) if self.keep_folder else [self.path]:
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-
-
-def _footprint(url: TierURL, own_name: str | None, total_bytes: int) -> _Footprint | None:
-    """What the end may remove; None where a tier is there already, once it is sure that its blocks are safe."""
+def _footprint(url: TierURL, own_name: str | None, total_bytes: int) -> Footprint | None:
+    """What stands where no tier is; None where one is, once it is sure that its blocks are safe."""
     try:
         store = open_store(replace(url, raw_options={**url.raw_options, "readonly": True}))
-    except StoreNotFoundError:
+    except StoreNotFoundError as error:
         path = Path(url.location)
-        return _Footprint.of(path) if path.is_absolute() else None
+        if not path.is_absolute():
+            return None
+        footprint = Footprint.of(path)
+        if footprint.strangers:
+            raise ConfigurationError(
+                f"{url} is not empty, and whose blocks are there cannot be told: {error}. Benchmark an empty location"
+            ) from error
+        return footprint
     with store:
         _spare_others(store, url, own_name, total_bytes)
     return None

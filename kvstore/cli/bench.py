@@ -83,7 +83,7 @@ def bench(
                 )
                 measured, told = race([store, raw], against, load, advance)
                 figures += measured
-                notes += [*store.notes, *raw.notes, *told]
+            notes += [*store.notes, *raw.notes, *told]
     notes = list(dict.fromkeys(notes))
     if as_json:
         emit_json({"url": str(tier), "against": against, "rounds": rounds, "notes": notes, "results": figures})
