@@ -147,3 +147,13 @@ def test_a_suite_without_a_url_says_what_is_missing(tmp_path: Path) -> None:
 
 def test_the_readme_store_is_as_short_as_it_claims() -> None:
     assert code_lines(code("python")) <= 90
+
+
+def test_nothing_in_kvstore_needs_what_only_tests_need() -> None:
+    code = (
+        "import sys, kvstore, kvstore.tiering, kvstore.cli, kvstore_memory, kvstore_zarr, kvstore_lmdb;"
+        "print(*{'pytest', 'hypothesis', 'kvstore.testing'} & sys.modules.keys())"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"

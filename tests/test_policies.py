@@ -250,6 +250,21 @@ class NeverSorry(LRU):
         pass
 
 
+class TestAPolicyOfOnesOwn(PolicyTests):
+    """The contract says whom one may evict, not whom one should."""
+
+    @pytest.fixture
+    def factory(self) -> PolicyFactory:
+        return YoungestFirst
+
+
+def test_the_contract_finds_a_policy_that_forgets_pins() -> None:
+    with pytest.raises(AssertionError):
+        PolicyTests().test_pinned_blocks_come_out_only_when_they_are_unpinned(NeverSorry)
+    with pytest.raises(AssertionError):
+        PolicyTests().test_any_order_of_calls_yields_victims_that_are_there_and_not_pinned(NeverSorry)
+
+
 def test_a_policy_of_ones_own_is_passed_as_what_makes_it() -> None:
     prompt = keys(5)
     with managed(policy=YoungestFirst) as manager:
