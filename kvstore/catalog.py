@@ -123,12 +123,19 @@ class Snapshot:
         return found
 
     def namespaces(self) -> list[Namespace]:
-        """Those whose manifests were recorded. One that cannot be read is passed over."""
-        found: list[Namespace] = []
-        for _, value in self.txn.cursor(self._namespaces).iternext():
-            with suppress(KeyError, TypeError, ValueError):
-                found.append(Namespace.from_manifest(json.loads(bytes(value))))
-        return found
+        """Those whose manifests were recorded. One that cannot be read is passed over (see `unreadable`)."""
+        return [namespace for _, namespace in self._manifests() if namespace is not None]
+
+    def unreadable(self) -> list[bytes]:
+        """The fingerprints whose recorded manifests cannot be read, or are another namespace's."""
+        return [fingerprint for fingerprint, namespace in self._manifests() if namespace is None]
+
+    def _manifests(self) -> Iterator[tuple[bytes, Namespace | None]]:
+        for key, value in self.txn.cursor(self._namespaces).iternext():
+            fingerprint, namespace = bytes(key), None
+            with suppress(AttributeError, KeyError, TypeError, ValueError):
+                namespace = Namespace.from_manifest(json.loads(bytes(value)))
+            yield fingerprint, namespace if namespace and namespace.fingerprint == fingerprint else None
 
 
 class Change(Snapshot):
@@ -224,9 +231,11 @@ class Change(Snapshot):
         self._totals = replace(self._totals, overhead=nbytes)
 
     def add_namespace(self, namespace: Namespace) -> None:
-        """Record the manifest, unless it is there."""
+        """Record the manifest, unless it is there and sound."""
         manifest = json.dumps(namespace.to_manifest(), sort_keys=True, separators=(",", ":")).encode("ascii")
-        self.txn.put(namespace.fingerprint, manifest, overwrite=False, db=self._namespaces)
+        known = self.txn.get(namespace.fingerprint, db=self._namespaces)
+        if known is None or bytes(known) != manifest:
+            self.txn.put(namespace.fingerprint, manifest, db=self._namespaces)
 
     def use(self, notes: Iterable[tuple[bytes, int, int]]) -> None:
         """Make blocks younger: (address, last used, hits to add) each; unknown ones are passed over."""

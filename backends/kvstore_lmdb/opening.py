@@ -68,6 +68,7 @@ def open_tier(url: TierURL) -> Tier:
             catalog.prepare(wanted, alone=presence.alone)
             if presence.alone and not readonly:
                 _evict_down(catalog, space)
+            notes += _unreadable(catalog)
         except BaseException:
             environment.close()
             raise
@@ -193,6 +194,19 @@ def _shrink(presence: Presence, space: Space) -> None:
     presence.mark(State.REBUILDING)
     (presence.directory / _COMPACTED).rename(path)
     (presence.directory / "lock.mdb").unlink()
+
+
+def _unreadable(catalog: Catalog) -> tuple[str, ...]:
+    with catalog.read() as snapshot:
+        notes = tuple(
+            f"{catalog.environment.directory}: the manifest of namespace {fingerprint.hex()} cannot be read: its"
+            f" {sum(1 for _ in snapshot.scan(fingerprint))} blocks are not listed, but served to who names it; the next"
+            " put into it writes the manifest anew"
+            for fingerprint in snapshot.unreadable()
+        )
+    for note in notes:
+        _log.warning(note)
+    return notes
 
 
 def _evict_down(catalog: Catalog, space: Space) -> None:

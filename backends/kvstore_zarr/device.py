@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import stat
 import threading
 from typing import TYPE_CHECKING
 
@@ -25,10 +26,46 @@ if TYPE_CHECKING:
 
     from kvstore_zarr.format import BlockFrame
 
-__all__ = ["BOUNCE_BYTES", "BlockDevice", "aligned_empty", "probe_direct", "probe_direct_read"]
+__all__ = [
+    "BOUNCE_BYTES",
+    "BlockDevice",
+    "NotAFileError",
+    "aligned_empty",
+    "open_file",
+    "probe_direct",
+    "probe_direct_read",
+]
 
 BOUNCE_BYTES = 4 << 20
 """The most memory a thread keeps for callers whose buffers are not aligned."""
+
+
+class NotAFileError(OSError):
+    """Under the name of a file stands a directory, a link, a pipe, a device or a socket."""
+
+
+def open_file(path: str, flags: int) -> int:
+    """A descriptor of the regular file `path`, without waiting for anybody: opening a pipe would wait for its writer.
+
+    Raises `NotAFileError` where something else stands, or whatever open(2) says.
+    """
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR) or _is_something_else(path):
+            raise NotAFileError(error.errno, "no regular file", path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise NotAFileError(errno.EINVAL, "no regular file", path)
+    return fd
+
+
+def _is_something_else(path: str) -> bool:
+    try:
+        return not stat.S_ISREG(os.lstat(path).st_mode)
+    except OSError:
+        return False
 
 
 def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
@@ -127,8 +164,8 @@ class BlockDevice:
         return fd
 
     def open(self, path: str, *, writable: bool = False) -> int:
-        """A descriptor of the file `path`, for reading or also for overwriting it in place."""
-        return os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | self._flags)
+        """A descriptor of the regular file `path`, for reading or also for overwriting it in place. As `open_file`."""
+        return open_file(path, (os.O_RDWR if writable else os.O_RDONLY) | self._flags)
 
     def closing(self) -> NDArray[np.uint8]:
         """This thread's page-aligned buffer for a closing; valid until the thread's next transfer."""

@@ -14,6 +14,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvstore_zarr.device import NotAFileError
 from kvstore_zarr.removal import inode_of, release
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Held:
 def choose(tier: LocalTier, snapshot: Snapshot, shortage: int) -> list[Held]:
     """Victims whose sizes add up to `shortage` bytes, if so many can be had."""
     chosen: list[Held] = []
-    for number, victim in enumerate(snapshot.oldest()):
+    for number, victim in enumerate(victim for victim in snapshot.oldest() if not tier.is_aside(victim.address)):
         if shortage <= 0 or number == MOST_LOOKED_AT:
             break
         held = _hold(tier, victim)
@@ -58,9 +59,12 @@ def _hold(tier: LocalTier, victim: Victim) -> Held | None:
             return None
         tier.claimed.add(victim.address)
     held = Held(victim, tier.path(victim.address) or "")
+    if tier.is_aside(victim.address):
+        tier.claimed.discard(victim.address)
+        return None
     try:
         held.fd = tier.device.open(held.path, writable=True)
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, NotAFileError):
         return held  # the entry alone is there to be evicted
     except OSError:
         tier.claimed.discard(victim.address)

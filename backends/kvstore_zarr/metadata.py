@@ -13,13 +13,17 @@ tests hold them against zarr-python and tensorstore.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 from typing import TYPE_CHECKING, Any
 
-from kvstore.errors import NewerFormatError, NotAStoreError
+from kvstore.errors import NewerFormatError, NotAStoreError, StoreOpenError
 from kvstore.layout import DTYPES
 from kvstore.namespace import Namespace
 from kvstore.types import BlockKey
+from kvstore_zarr.device import open_file
 from kvstore_zarr.format import FORMAT_VERSION, BlockFrame, DigestWords
 
 if TYPE_CHECKING:
@@ -27,10 +31,12 @@ if TYPE_CHECKING:
 
     from kvstore.layout import BlockLayout
 
-__all__ = ["METADATA_NAME", "NamespaceTree", "read_namespace"]
+__all__ = ["METADATA_NAME", "NamespaceTree", "namespaces_in", "read_namespace"]
 
 METADATA_NAME = "zarr.json"
 _ATTRIBUTE = "kvstore"
+_NAME = re.compile("[0-9a-f]{32}")
+_LARGEST_MANIFEST = 16 << 20
 
 
 class NamespaceTree:
@@ -115,13 +121,20 @@ class NamespaceTree:
 def read_namespace(folder: Path) -> Namespace | None:
     """The namespace whose blocks are below `folder`, from its manifest; None where that is no kvstore namespace.
 
-    Raises `NewerFormatError` for a manifest of a later format, and `NotAStoreError` for one that contradicts itself.
+    Raises `NewerFormatError` for a manifest of a later format, and `NotAStoreError` for one that contradicts itself, or
+    that cannot be read although the folder is named as a namespace is.
     """
     try:
-        facts = json.loads((folder / METADATA_NAME).read_bytes())["attributes"][_ATTRIBUTE]
+        facts = json.loads(_read(folder / METADATA_NAME))["attributes"][_ATTRIBUTE]
         version, fingerprint = facts["format"], facts["fingerprint"]
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise
+        if _NAME.fullmatch(folder.name) is None:
+            return None
+        raise NotAStoreError(f"{folder / METADATA_NAME} is no manifest that can be read ({error!r})") from error
     if not isinstance(version, int) or version > FORMAT_VERSION:
         raise NewerFormatError(
             f"{folder / METADATA_NAME} is of format {version}; this kvstore knows up to {FORMAT_VERSION}: upgrade"
@@ -137,6 +150,32 @@ def read_namespace(folder: Path) -> Namespace | None:
             " changed or renamed; move it away"
         )
     return namespace
+
+
+def namespaces_in(root: Path) -> tuple[list[NamespaceTree], dict[str, StoreOpenError]]:
+    """The namespaces below `root`, and those that cannot be served: name of the folder, and what is wrong with it.
+
+    One bad folder is not to stop the others. Raises `NewerFormatError` where there is nothing but later formats.
+    """
+    trees: list[NamespaceTree] = []
+    aside: dict[str, StoreOpenError] = {}
+    for folder in sorted(root.iterdir()):
+        try:
+            namespace = read_namespace(folder) if folder.is_dir() else None
+        except StoreOpenError as error:
+            aside[folder.name] = error
+            continue
+        if namespace is not None:
+            trees.append(NamespaceTree(namespace))
+    for reason in aside.values():
+        if not trees and isinstance(reason, NewerFormatError):
+            raise reason
+    return trees, aside
+
+
+def _read(path: Path) -> bytes:
+    with open(open_file(str(path), os.O_RDONLY), "rb") as file:
+        return file.read(_LARGEST_MANIFEST)
 
 
 def _group_document(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Nothing is made or changed before the location is known to be a tier, or empty.
 from __future__ import annotations
 
 import errno
+import os
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -19,14 +20,15 @@ from kvstore.errors import (
     StoreNotFoundError,
     StoreOpenError,
 )
+from kvstore.namespace import FINGERPRINT_BYTES
 from kvstore.presence import Presence, State
 from kvstore.url import CAPACITY, DURABILITY, IO, MODE, READONLY, TierURL, local_path
 from kvstore_zarr.device import BlockDevice
 from kvstore_zarr.folders import FOLDERS_DATABASE, Folders, make_folder, occupied
-from kvstore_zarr.metadata import read_namespace
+from kvstore_zarr.metadata import namespaces_in, read_namespace
 from kvstore_zarr.names import NameLocks
 from kvstore_zarr.put import make_room
-from kvstore_zarr.rebuild import namespaces_in, rebuild
+from kvstore_zarr.rebuild import rebuild
 from kvstore_zarr.removal import reclaim
 from kvstore_zarr.tier import CATALOGUE, DRAFTS, INNER, LocalTier
 
@@ -87,7 +89,7 @@ def _check_location(root: Path, url: TierURL) -> None:
             has = "blocks but no catalogue: open it once without readonly=true" if names else "nothing"
             raise StoreNotFoundError(f"{root} holds {has}, and a read-only opening creates none")
     if names:
-        list(namespaces_in(root))  # a later format is an error before anything is touched
+        namespaces_in(root)  # a later format is an error before anything is touched
     if capacity is not None and capacity.bytes is not None and capacity.bytes < LEAST_CAPACITY:
         raise StoreFullError(
             f"{root}: capacity={capacity.bytes} is too small for even an empty tier: give at least {LEAST_CAPACITY}"
@@ -121,6 +123,8 @@ def _open_parts(url: TierURL, root: Path, presence: Presence) -> tuple[LocalTier
             durable=url.option(DURABILITY) == "fsync",
             readonly=readonly,
         )
+        for name, error in namespaces_in(root)[1].items():
+            tier.set_aside(name, error)
         if not readonly:
             _bring_in_order(tier, must_rebuild=must_rebuild)
         undo.pop_all()
@@ -157,11 +161,23 @@ def _bring_in_order(tier: LocalTier, *, must_rebuild: bool) -> None:
     if must_rebuild:
         tier.presence.mark(State.REBUILDING)
         rebuild(tier)
+    _measure_aside(tier)
     reclaim(tier, alone=tier.presence.alone)
     with tier.catalog.write() as change:
         tier.account(change)
     if tier.presence.alone:
         make_room(tier)
+
+
+def _measure_aside(tier: LocalTier) -> None:
+    """Count the files of namespaces that cannot be served, but for those that the catalogue counts as blocks."""
+    for name in tier.aside:
+        files = [f"{path}/{file}" for path, _, found in os.walk(tier.root / name) for file in found]
+        tier.aside_bytes += sum(map(occupied, files))
+        if len(name) == 2 * FINGERPRINT_BYTES:
+            with tier.catalog.read() as snapshot, suppress(ValueError):
+                known = sum(entry.size for entry in snapshot.scan(bytes.fromhex(name)))
+                tier.aside_bytes = max(0, tier.aside_bytes - known)
 
 
 @contextmanager

@@ -314,6 +314,9 @@ class PutJob:
         try:
             try:
                 os.rename(block.draft, block.path)
+            except IsADirectoryError:
+                erase(block.path)
+                os.rename(block.draft, block.path)
             except FileNotFoundError:  # somebody removed the folder behind our back
                 if self._tree is not None:
                     unique = f"{os.path.basename(block.draft)}-document"

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.catalog import Entry, address_of
-from kvstore_zarr.metadata import NamespaceTree, read_namespace
+from kvstore_zarr.device import NotAFileError, open_file
+from kvstore_zarr.metadata import namespaces_in
 from kvstore_zarr.removal import erase
 from kvstore_zarr.tier import DRAFTS
 
@@ -22,20 +23,13 @@ if TYPE_CHECKING:
 
     from kvstore.catalog import Change
     from kvstore.types import BlockKey
+    from kvstore_zarr.metadata import NamespaceTree
     from kvstore_zarr.tier import LocalTier
 
-__all__ = ["namespaces_in", "rebuild"]
+__all__ = ["rebuild"]
 
 ENTRIES_AT_ONCE = 4096
 """Entries published per transaction."""
-
-
-def namespaces_in(root: Path) -> Iterator[NamespaceTree]:
-    """Each namespace whose manifest stands below `root`. Raises `NewerFormatError`, `NotAStoreError`."""
-    for folder in sorted(root.iterdir()):
-        namespace = read_namespace(folder) if folder.is_dir() else None
-        if namespace is not None:
-            yield NamespaceTree(namespace)
 
 
 def rebuild(tier: LocalTier) -> None:
@@ -45,7 +39,7 @@ def rebuild(tier: LocalTier) -> None:
     with tier.catalog.write() as change:
         change.clear()
         tier.folders.forget(change.txn)
-    for tree in namespaces_in(tier.root):
+    for tree in namespaces_in(tier.root)[0]:
         with tier.catalog.write() as change:
             change.add_namespace(tree.namespace)
         batch: list[Entry] = []
@@ -92,7 +86,10 @@ def _entries(root: Path, tree: NamespaceTree) -> Iterator[Entry]:
 
 def _read_entry(tree: NamespaceTree, key: BlockKey, path: str) -> Entry | None:
     frame = tree.frames[key.group]
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fd = open_file(path, os.O_RDONLY)
+    except NotAFileError:
+        return None
     try:
         status = os.fstat(fd)
         occupied = status.st_blocks * 512

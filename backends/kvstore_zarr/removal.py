@@ -5,15 +5,19 @@ the transaction that records an intent; then the file is unlinked and cut to not
 stands for less than a whole block and nobody who has it open keeps the space; then the intent goes.
 """
 
-# ruff: noqa: PTH108, PTH116, PTH208 - plain strings: a Path costs more than the system call it is made for
+# ruff: noqa: PTH106, PTH108, PTH208 - plain strings: a Path costs more than the system call it is made for
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import logging
 import os
+import stat
 import time
 from typing import TYPE_CHECKING
 
+from kvstore_zarr.device import NotAFileError, open_file
 from kvstore_zarr.tier import DRAFTS, draft_prefix, pack_addresses, unpack_addresses
 
 if TYPE_CHECKING:
@@ -24,6 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["erase", "inode_of", "reclaim", "reclaim_if_due", "release", "remove", "settle_intent"]
 
+_log = logging.getLogger("kvstore.file")
+_told: set[str] = set()  # what was logged once
+
 READER_PATIENCE_S = 2.0
 """How long a removal waits for readers of a block before it leaves the last of its space to them."""
 
@@ -31,7 +38,7 @@ READER_PATIENCE_S = 2.0
 def inode_of(path: str) -> int | None:
     """Which file stands at `path`; None if none does."""
     try:
-        return os.stat(path).st_ino
+        return os.lstat(path).st_ino
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -43,10 +50,16 @@ def release(fd: int) -> None:
 
 
 def erase(path: str) -> None:
-    """Unlink `path`; its space is free on return. Nothing happens if there is no such file, or something else."""
+    """Unlink `path`; its space is free on return. Nothing happens if nothing is there.
+
+    What is no regular file goes too, but for a directory that is not empty: somebody's, so it stays and is logged.
+    """
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        fd = open_file(path, os.O_RDWR)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except NotAFileError:
+        _erase_other(path)
         return
     try:
         deadline = time.monotonic() + READER_PATIENCE_S
@@ -62,6 +75,22 @@ def erase(path: str) -> None:
         os.unlink(path)
     finally:
         release(fd)
+
+
+def _erase_other(path: str) -> None:
+    try:
+        if stat.S_ISDIR(os.lstat(path).st_mode):
+            os.rmdir(path)
+        else:
+            os.unlink(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
+            raise
+        if path not in _told:
+            _told.add(path)
+            _log.warning("%s is a directory with something in it where a block should be: move it away", path)
 
 
 def remove(

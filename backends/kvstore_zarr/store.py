@@ -16,7 +16,7 @@ import lmdb
 from kvstore.abc import BlockStore, Capabilities
 from kvstore.catalog import address_of
 from kvstore.errors import StoreClosedError, TierUnavailable
-from kvstore.types import PutOutcome, Usage
+from kvstore.types import GetOutcome, PutOutcome, Usage
 from kvstore.url import CAPACITY, DURABILITY, IO, MODE, READONLY, Option, TierURL
 from kvstore_zarr.format import PAGE
 from kvstore_zarr.get import get_blocks
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
 
     from kvstore.namespace import Namespace
-    from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome
+    from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite
     from kvstore_zarr.tier import LocalTier
 
 __all__ = ["LocalZarrStore"]
@@ -56,39 +56,46 @@ class LocalZarrStore(BlockStore):
             can_hang=False,
             io="direct" if self._tier.device.direct else "buffered",
             alignment=PAGE if self._tier.device.direct else 1,
-            notes=() if reason is None else (f"I/O goes through the page cache: {reason}",),
+            notes=(*(() if reason is None else (f"I/O goes through the page cache: {reason}",)), *self._tier.notes()),
         )
 
     def namespaces(self) -> list[Namespace]:
         with self._using() as tier, tier.catalog.read() as snapshot:
-            return snapshot.namespaces()
+            return [space for space in snapshot.namespaces() if not tier.is_aside(space.fingerprint)]
 
     def contains_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         with self._using() as tier:
             addresses = _addresses(namespace, keys)
+            if tier.is_aside(namespace.fingerprint):
+                return [False] * len(addresses)
             with tier.catalog.read() as snapshot:
                 return snapshot.contains(addresses)
 
     def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
         with self._using() as tier:
             checked = [(block, namespace.check_write(block)) for block in blocks]
-            if tier.readonly:
+            if tier.readonly or tier.is_aside(namespace.fingerprint):
                 return [PutOutcome.FAILED] * len(blocks)
             return put_blocks(tier, tier.tree(namespace), checked)
 
     def get_many_into(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
         with self._using() as tier:
             checked = [(block.key, namespace.check_buffer(block.key, block.into, writable=True)) for block in blocks]
+            if tier.is_aside(namespace.fingerprint):
+                return [GetOutcome.MISS] * len(blocks)
             return get_blocks(tier, tier.tree(namespace), checked)
 
     def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         with self._using() as tier:
             addresses = _addresses(namespace, keys)
-            return [False] * len(addresses) if tier.readonly else remove(tier, addresses)
+            if tier.readonly or tier.is_aside(namespace.fingerprint):
+                return [False] * len(addresses)
+            return remove(tier, addresses)
 
     def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
         with self._using() as tier, tier.catalog.read() as snapshot:
-            found = [entry.info() for entry in snapshot.scan(namespace.fingerprint)]
+            entries = () if tier.is_aside(namespace.fingerprint) else snapshot.scan(namespace.fingerprint)
+            found = [entry.info() for entry in entries]
         return iter(found)
 
     def usage(self) -> Usage:

@@ -5,12 +5,14 @@ Whatever is not a block or its `zarr.json` lies in the folder `.kvstore`: the ca
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvstore.errors import StoreOpenError
 from kvstore.namespace import FINGERPRINT_BYTES
 from kvstore.types import BlockKey
 from kvstore_zarr.folders import occupied
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from kvstore_zarr.names import NameLocks
 
 __all__ = ["CATALOGUE", "DRAFTS", "INNER", "LocalTier", "draft_prefix", "pack_addresses", "unpack_addresses"]
+
+_log = logging.getLogger("kvstore.file")
 
 INNER = ".kvstore"
 CATALOGUE = f"{INNER}/catalogue"
@@ -65,6 +69,10 @@ class LocalTier:
     lock: threading.Lock = field(default_factory=threading.Lock)
     reclaimed: float = 0.0
     """When the dead were last looked for (`time.monotonic`)."""
+    aside: dict[str, str] = field(default_factory=dict[str, str])
+    """Namespaces (by the name of their folder) that cannot be served, and why: neither read nor written nor evicted."""
+    aside_bytes: int = 0
+    """What stands in those folders and in no entry of the catalogue."""
     _trees: dict[bytes, NamespaceTree] = field(default_factory=dict[bytes, NamespaceTree])
 
     def tree(self, namespace: Namespace) -> NamespaceTree:
@@ -79,12 +87,35 @@ class LocalTier:
         fingerprint = address[:FINGERPRINT_BYTES]
         tree = self._trees.get(fingerprint)
         if tree is None:
-            namespace = read_namespace(self.root / fingerprint.hex())
+            namespace = self._read_namespace(fingerprint.hex())
             if namespace is None:
                 return None
             tree = self.tree(namespace)
         group = int.from_bytes(address[FINGERPRINT_BYTES : FINGERPRINT_BYTES + 2], "big")
         return tree, BlockKey(address[FINGERPRINT_BYTES + 2 :], group)
+
+    def is_aside(self, address: bytes) -> bool:
+        """Whether the address (or fingerprint) is of a namespace that cannot be served."""
+        return bool(self.aside) and address[:FINGERPRINT_BYTES].hex() in self.aside
+
+    def set_aside(self, name: str, error: StoreOpenError) -> None:
+        """Serve the namespace in folder `name` no longer, and leave it as it is."""
+        if name not in self.aside:
+            self.aside[name] = f"namespace {name} is set aside, and what is in it is left alone: {error}"
+            _log.warning(self.aside[name])
+
+    def notes(self) -> tuple[str, ...]:
+        """What an operator should know of the tier as it was found."""
+        return tuple(self.aside.values())
+
+    def _read_namespace(self, name: str) -> Namespace | None:
+        if name in self.aside:
+            return None
+        try:
+            return read_namespace(self.root / name)
+        except StoreOpenError as error:
+            self.set_aside(name, error)
+            return None
 
     def path(self, address: bytes) -> str | None:
         """The file of the block at a catalogue address; None if its namespace's manifest is gone."""
@@ -117,7 +148,8 @@ class LocalTier:
             change.set_overhead(records + left)
 
     def _records(self, snapshot: Snapshot) -> int:
-        return self.folders.total(snapshot.txn) + self.lock_bytes + occupied(f"{self.root}/{CATALOGUE}/data.mdb")
+        beside = self.lock_bytes + self.aside_bytes + occupied(f"{self.root}/{CATALOGUE}/data.mdb")
+        return self.folders.total(snapshot.txn) + beside
 
 
 def draft_prefix(intent: Intent) -> str:
