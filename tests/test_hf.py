@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="pip install torch 'transformers>=5'
 transformers = pytest.importorskip("transformers", reason="pip install torch 'transformers>=5'")
 
 from kvstore import KeyExtras, open_store  # noqa: E402
-from kvstore.errors import ConfigurationError  # noqa: E402, StoreClosedError
+from kvstore.errors import ConfigurationError, StoreClosedError  # noqa: E402, StoreClosedError
 from kvstore.hf import PrefixCache, model_namespace, weights_digest  # noqa: E402
 
 if TYPE_CHECKING:
