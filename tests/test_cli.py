@@ -6,8 +6,10 @@ import json
 import mmap
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +114,7 @@ def test_help_loads_neither_torch_nor_zarr_nor_a_backend_nor_tables() -> None:
     code = (
         "import sys; from kvstore.cli import run; run(['--help']); "
         "print(sorted(m for m in sys.modules if m.split('.')[0] in {'torch','zarr','lmdb','rich','transformers'}"
-        " or m.startswith(('kvstore_', 'kvstore.cli.', 'kvstore.tiering'))))"
+        " or m.startswith(('kvstore_', 'kvstore.cli.', 'kvstore.tiering')) and m != 'kvstore.cli._output'))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
@@ -460,10 +462,78 @@ def test_a_fault_of_our_own_is_told_from_a_corrupt_block(
     sys.modules.pop("faulty")
 
 
-def test_a_reader_that_leaves_early_is_no_error(tier: str) -> None:
-    command = f"{sys.executable} -m kvstore.cli ls {tier} --namespace '' | true; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    """A line of bash in which `kvstore` is the command; on stdout comes its exit code, though it stand in a pipe."""
+    script = f'kvstore() {{ {sys.executable} -m kvstore "$@"; }}; {command}; echo "${{PIPESTATUS[0]}}" >&3'
+    return subprocess.run(["bash", "-c", f"exec 3>&1; {script}"], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--help", "stat --help", "ls {} --namespace ''", "verify {}", "verify {} --json"]
+)
+def test_a_reader_that_leaves_early_is_no_error_and_hides_none(tier: str, arguments: str) -> None:
+    done = shell(f"kvstore {arguments.format(tier)} | true")
     assert (done.stdout.strip(), done.stderr) == ("0", "")
+    damage(tier, 1)
+    done = shell(f"kvstore {arguments.format(tier)} | true")
+    assert (done.stdout.strip(), done.stderr) == ("1" if "verify" in arguments else "0", "")
+
+
+@pytest.mark.parametrize("redirection", [">&-", ">/dev/full"])
+@pytest.mark.parametrize("arguments", ["--help", "stat {}", "verify {} --json"])
+def test_an_answer_that_cannot_be_written_is_one_clear_line(tier: str, arguments: str, redirection: str) -> None:
+    done = shell(f"kvstore {arguments.format(tier)} {redirection}")
+    assert done.stdout.strip() == "2"
+    assert done.stderr.startswith("kvstore: stdout cannot be written: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_what_cannot_be_said_on_stderr_changes_no_exit_code(tier: str, tmp_path: Path) -> None:
+    for redirection in ("2>&-", "2>/dev/full"):
+        assert shell(f"kvstore verify {tier} >/dev/null {redirection}").stdout.strip() == "0"
+        assert shell(f"kvstore stat dir://{tmp_path}/nothing {redirection}").stdout.strip() == "2"
+
+
+def test_names_can_neither_steer_a_terminal_nor_break_a_table(tmp_path: Path) -> None:
+    names = ("red\x1b[31m\x07", "lone \ud800", "two\nlines", "\u202egnp.exe", "[bold]m\u00f6del[/]")
+    url = f"file://{tmp_path}/kv"
+    with kvstore.open_store(url) as store:
+        for name in names:
+            try:
+                space = Namespace(name, name, (BlockLayout.opaque(4096),), block_tokens=4)
+            except ValueError:  # no name of a namespace
+                continue
+            store.put_many(space, [BlockWrite(KEYS[0], bytes(4096))])
+    for command in ("stat", "ls", "verify"):
+        done = subprocess.run([sys.executable, "-m", "kvstore", command, url], capture_output=True, timeout=60)
+        assert done.returncode == EXIT_OK, done.stderr
+        shown = done.stdout.decode()
+        assert not set(shown) & set("\x1b\x07\u202e")
+        assert "[bold]m\u00f6del[/]" in shown
+        assert shown.count("kv") >= 1
+    done = subprocess.run([sys.executable, "-m", "kvstore", "bench", url, *QUICK], capture_output=True, timeout=60)
+    assert done.returncode == EXIT_USAGE
+    assert not set(done.stderr.decode()) & set("\x1b\x07\u202e")
+
+
+@pytest.mark.parametrize(("number", "says"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM")])
+@pytest.mark.parametrize("scheme", ["file", "lmdb"])
+def test_bench_that_is_told_to_end_leaves_nothing_behind(
+    scheme: str, number: signal.Signals, says: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "kvstore", "bench", f"{scheme}://{tmp_path}/kv", *QUICK[:-1], "100000"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 30
+    while not any(path.name.startswith(".kvstore-bench-") for path in tmp_path.iterdir()):
+        assert time.monotonic() < deadline
+        assert running.poll() is None
+        time.sleep(0.01)
+    time.sleep(0.3)
+    running.send_signal(number)
+    out, err = running.communicate(timeout=30)
+    assert (out, err.splitlines()[-1], running.returncode) == ("", f"kvstore: {says}", 128 + number)
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
 
 
 # bench

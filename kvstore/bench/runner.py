@@ -14,6 +14,7 @@ import statistics
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ import numpy as np
 from kvstore.types import BlockKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -87,7 +88,7 @@ def race(
     laps: dict[tuple[str, str], list[_Lap]] = {}
     notes: set[str] = set()
     source, targets = _Source(load), _Targets(load)
-    with ThreadPoolExecutor(load.threads) as pool:
+    with _pool(load.threads) as pool:
         for _ in range(load.rounds):
             source.refill()
             keys = [BlockKey(secrets.token_bytes(32)) for _ in range(load.blocks)]
@@ -101,6 +102,16 @@ def race(
             for contestant in contestants:
                 contestant.clear(keys)
     return [_figure(load, laps, op, name, reference) for op, name in laps], sorted(notes)
+
+
+@contextmanager
+def _pool(threads: int) -> Generator[ThreadPoolExecutor]:
+    """What has not begun when the race ends, by an error or Ctrl-C, is not begun."""
+    pool = ThreadPoolExecutor(threads)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _lap(

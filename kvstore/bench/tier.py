@@ -48,6 +48,7 @@ class TierUnderTest(Contestant):
         self._namespace = Namespace(BENCH_MODEL, own_name or "default", layouts, block_tokens=1, key_scheme="random")
         self._footprint = _footprint(url, own_name, total_bytes)
         self.notes = []
+        self._closed = False
         self._store: BlockStore | None = open_store(url)
         self._made = self._footprint.made() if self._footprint else frozenset[str]()
         try:
@@ -78,7 +79,8 @@ class TierUnderTest(Contestant):
     def cool(self) -> None:
         # Pages that are mapped stay in memory whatever is dropped; closing unmaps them.
         if self.persistent:
-            self._open().close()
+            store, self._store = self._open(), None
+            store.close()
             self._store = open_store(self._url)
 
     def files(self) -> list[Path]:
@@ -86,10 +88,10 @@ class TierUnderTest(Contestant):
         return [file for file in path.rglob("*") if file.is_file()] if path.is_absolute() else []
 
     def close(self) -> None:
-        store, self._store = self._store, None
-        if store is None:
+        if self._closed:
             return
-        with store:
+        self._closed, store, self._store = True, self._store, None
+        with store or open_store(self._url) as store:  # none where it was interrupted while it cooled
             self._clear_own(store)
             mode = store.url.option(MODE)
         if self._footprint is not None:

@@ -7,17 +7,21 @@ loads neither torch nor a backend. Machine output (`--json`) goes to stdout, eve
 from __future__ import annotations
 
 import importlib
-import os
+import signal
 import sys
+import threading
 import traceback
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from kvstore.cli._output import guarded_output, hold_standard_descriptors, printable
 from kvstore.errors import KVStoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Generator, Mapping, Sequence
+    from types import FrameType
 
 __all__ = ["EXIT_FAULT", "EXIT_NOT_INTACT", "EXIT_OK", "EXIT_USAGE", "cli", "main", "run"]
 
@@ -25,7 +29,6 @@ EXIT_OK = 0
 EXIT_NOT_INTACT = 1
 EXIT_USAGE = 2
 EXIT_FAULT = 3
-EXIT_INTERRUPTED = 130
 
 _COMMANDS: Mapping[str, tuple[str, str]] = {
     "demo": ("kvstore.cli.demo:demo", "Answer from blocks that another process computed, on a real model."),
@@ -46,7 +49,8 @@ Exit codes:
   1    something is not intact (verify: a block; demo: an answer)
   2    the command line, the URL or the location is wrong, or the tier cannot be used
   3    a fault in kvstore: please report the traceback
-  130  interrupted
+  130  interrupted; 128 + the number of another signal that ended it
+A reader that leaves early (kvstore verify … | head) changes none of them.
 """
 
 
@@ -93,38 +97,56 @@ def cli() -> None:
 
 
 def run(args: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code; nothing is raised and no traceback shown for known errors."""
+    """Run the command line and return its exit code; nothing is raised and no traceback shown for known errors.
+
+    In the main thread, a signal that asks the process to end is handled like Ctrl-C: whatever was made is cleaned up.
+    """
+    with guarded_output(), _ended_like_interrupted() as ended_by:
+        try:
+            result = cli.main(args, prog_name="kvstore", standalone_mode=False)
+            sys.stdout.flush()
+        except click.ClickException as error:
+            error.show()
+            return EXIT_USAGE
+        except KVStoreError as error:
+            click.echo("kvstore: " + printable(str(error), keep="\n"), err=True)
+            return EXIT_USAGE
+        except (click.Abort, KeyboardInterrupt):
+            number = ended_by[0] if ended_by else signal.SIGINT
+            click.echo(f"kvstore: {'ended by ' + number.name if ended_by else 'interrupted'}", err=True)
+            return 128 + number
+        except Exception:
+            traceback.print_exc()
+            return EXIT_FAULT
+        return result if isinstance(result, int) else EXIT_OK
+
+
+@contextmanager
+def _ended_like_interrupted() -> Generator[list[signal.Signals]]:
+    """Within the body, SIGTERM and SIGHUP raise KeyboardInterrupt, once; yields those that came."""
+    came: list[signal.Signals] = []
+
+    def interrupt(number: int, _: FrameType | None) -> NoReturn:
+        signal.signal(number, signal.SIG_IGN)  # the clean-up is not to be cut short
+        came.append(signal.Signals(number))
+        raise KeyboardInterrupt
+
+    in_main = threading.current_thread() is threading.main_thread()
+    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if in_main and _is_default(number)]
+    for number in ours:
+        signal.signal(number, interrupt)
     try:
-        result = cli.main(args, prog_name="kvstore", standalone_mode=False)
-        sys.stdout.flush()
-    except click.exceptions.Exit as leaving:
-        return leaving.exit_code
-    except click.ClickException as error:
-        error.show()
-        return EXIT_USAGE
-    except KVStoreError as error:
-        click.echo(f"kvstore: {error}", err=True)
-        return EXIT_USAGE
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("kvstore: interrupted", err=True)
-        return EXIT_INTERRUPTED
-    except (BrokenPipeError, SystemExit) as leaving:
-        return _left_early(leaving)
-    except Exception:
-        traceback.print_exc()
-        return EXIT_FAULT
-    return result if isinstance(result, int) else EXIT_OK
+        yield came
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
-def _left_early(leaving: BrokenPipeError | SystemExit) -> int:
-    """Whoever read our output has seen enough (`kvstore ls … | head`): no error, whatever click and rich make of it."""
-    if isinstance(leaving, SystemExit) and not isinstance(leaving.__context__, BrokenPipeError):
-        return leaving.code if isinstance(leaving.code, int) else EXIT_FAULT
-    # The interpreter flushes once more at its end.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return EXIT_OK
+def _is_default(number: signal.Signals) -> bool:
+    return signal.getsignal(number) is signal.SIG_DFL
 
 
 def main() -> NoReturn:
     """The entry point of the `kvstore` script."""
+    hold_standard_descriptors()
     sys.exit(run())

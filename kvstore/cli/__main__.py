@@ -1,4 +1,4 @@
-"""`python -m kvstore.cli`, for when the script is not on the path."""
+"""`python -m kvstore.cli`, as `python -m kvstore`, for when the script is not on the path."""
 
 from kvstore.cli import main
 

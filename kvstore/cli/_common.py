@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvstore.cli._output import printable
 from kvstore.registry import open_store
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def emit_json(value: object) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table to stdout; columns whose name starts with `>` are right-aligned."""
+    """A table to stdout; columns whose name starts with `>` are right-aligned. Cells are shown as `printable` text."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -98,7 +99,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     for column in columns:
         table.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left")
     for row in rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*(escape(printable(cell)) for cell in row))
     # A pipe has no width of its own; 80 columns would break every digest in two.
     Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160).print(table)
 

@@ -238,10 +238,14 @@ class _Run:
         ):
             if process.stdin is None or process.stdout is None:
                 raise WorkerFailed("no pipe to the process")
-            with process.stdin as pipe:
-                json.dump(job | {"result": str(result)}, pipe)
-            for line in process.stdout:
-                self._say(f"      {line.rstrip()}")
+            try:
+                with process.stdin as pipe:
+                    json.dump(job | {"result": str(result)}, pipe)
+                for line in process.stdout:
+                    self._say(f"      {line.rstrip()}")
+            except BaseException:
+                process.kill()  # it would go on without us, in a folder that is removed now
+                raise
         if process.returncode != 0:
             tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:])
             raise WorkerFailed(f"the process of this step ended with {process.returncode}:\n{tail}")
