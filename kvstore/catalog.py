@@ -296,7 +296,9 @@ class Catalog:
             info = self.environment.databases["info"]
             if fresh:
                 txn.put(b"format", FORMAT_VERSION.to_bytes(4, "little"), db=info)
-            txn.put(b"totals", totals.packed(), db=info)
+            stored = txn.get(b"totals", db=info)
+            if stored is None or bytes(stored) != totals.packed():  # on a full disk not even this may be written
+                txn.put(b"totals", totals.packed(), db=info)
         return totals.capacity
 
     @contextmanager

@@ -52,6 +52,9 @@ LOCK_BYTES = 17 * PAGE
 CREATION_BYTES = 1 << 20
 """Free space without which no environment is created."""
 
+DISK_HEADROOM = 64 * PAGE
+"""Bytes that stay free on the disk, for the pages that a change needs which takes blocks out."""
+
 CLOSE_TIMEOUT_S = 30.0
 """How long `close` waits for transactions of other threads before it leaves the environment mapped for them."""
 
@@ -194,7 +197,8 @@ class Environment:
         except lmdb.MapFullError:
             raise
         except lmdb.Error as error:
-            number = errno.ENOSPC if _free_bytes(self.directory) < CREATION_BYTES else errno.EIO
+            full = isinstance(error, lmdb.DiskError) or _free_bytes(self.directory) < CREATION_BYTES
+            number = errno.ENOSPC if full else errno.EIO
             raise OSError(number, f"{os.strerror(number)} ({error})", str(self.directory / "data.mdb")) from error
         finally:
             self._leave()
@@ -210,6 +214,11 @@ class Environment:
     def file_bytes(self) -> int:
         """What the environment's two files occupy on the device (`st_blocks`)."""
         return sum((self.directory / name).stat().st_blocks * 512 for name in ("data.mdb", "lock.mdb"))
+
+    def attainable_bytes(self) -> int:
+        """What the data file can come to occupy: what it does, and what its disk has left but for `DISK_HEADROOM`."""
+        free = max(0, _free_bytes(self.directory) - DISK_HEADROOM)
+        return (self.directory / "data.mdb").stat().st_blocks * 512 + free
 
     def pages(self) -> int:
         """Pages that the data file has ever come to use: its length does not shrink."""

@@ -72,7 +72,8 @@ def explained(directory: Path) -> Generator[None]:
         remedy = "make room" if full else "check owner, permissions and mount"
         if error.errno == errno.EROFS:
             remedy = "open it with readonly=true, or mount it writable"
-        raise kind(f"{directory} cannot be used as a tier: {error.strerror} ({error.filename}): {remedy}") from error
+        named = "" if error.filename is None else f" ({os.fsdecode(error.filename)})"
+        raise kind(f"{directory} cannot be used as a tier: {error.strerror}{named}: {remedy}") from error
 
 
 def is_presence_file(name: str) -> bool:

@@ -168,7 +168,7 @@ with kvstore.open_store("file://{direct_folder}/tier", io="direct") as store:
 
 
 def test_a_thread_keeps_a_bounded_buffer(direct_folder: Path) -> None:
-    device, _ = BlockDevice.choose("direct", direct_folder)
+    device, _ = BlockDevice.choose("direct", direct_folder, sample=direct_folder / "none", readonly=False)
     space = space_of(4 * BOUNCE_BYTES)
     frame = NamespaceTree(space).frames[0]
     payload = buffer(4 * BOUNCE_BYTES, 1)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from kvstore.catalog import Change, Totals
     from kvstore.namespace import Namespace
+    from kvstore_lmdb.space import Space
 
 __all__ = ["LMDBStore"]
 
@@ -118,7 +119,7 @@ class LMDBStore(BlockStore):
         self._tier.environment.ensure_open()
         now = time.time_ns()
         if not self._readonly:
-            for chunk in _chunks(staged, self._tier.space.chunk):
+            for chunk in _chunks(staged, self._space().chunk):
                 with self._telling():
                     stored = self._put(namespace, chunk, now)
                 for member, outcome in zip(chunk, stored, strict=True):
@@ -259,10 +260,15 @@ class LMDBStore(BlockStore):
         return [PutOutcome.EXISTS if known else next(stored) for known in there]
 
     def _put_fresh(self, namespace: Namespace, blocks: list[_Staged], totals: Totals, now: int) -> list[PutOutcome]:
-        space = self._tier.space
         need = sum(block.size for block in blocks)
-        if totals.capacity is not None and need + space.slack(need, 0) > totals.capacity - totals.overhead:
-            return [PutOutcome.FULL] * len(blocks)
+        if not self._can_fit(need, totals):
+            if len(blocks) == 1:
+                return [PutOutcome.FULL]
+            middle = len(blocks) // 2
+            first = self._put_fresh(namespace, blocks[:middle], totals, now)
+            with self._tier.catalog.read() as snapshot:
+                totals = snapshot.totals()
+            return first + self._put_fresh(namespace, blocks[middle:], totals, now)
         with self._staging(sum(HEADER_BYTES + block.payload.nbytes for block in blocks)) as memory:
             items: list[_Item] = []
             end = 0
@@ -276,12 +282,25 @@ class LMDBStore(BlockStore):
             return [PutOutcome.FULL] * len(blocks)
         return [PutOutcome.STORED if first else PutOutcome.EXISTS for first in won]
 
+    def _space(self) -> Space:
+        return self._tier.space.on_disk(self._tier.environment.attainable_bytes())
+
+    def _can_fit(self, need: int, totals: Totals) -> bool:
+        """Whether `need` bytes find room, if need be after an eviction."""
+        space = self._space()
+        with self._tier.environment.read() as txn:
+            room = space.room(totals, tree_bytes(self._tier.catalog, txn))
+        evictable = 0 if totals.capacity is None else totals.used
+        return room is None or need + space.slack(need, 0) <= room + evictable
+
     def _patiently(self, act: Callable[[int], T | None]) -> T | None:
-        """`act` with the number of the attempt, again while LMDB finds no page or the result is None."""
+        """`act` with the number of the attempt, again while LMDB or the disk has no page or the result is None."""
         for attempt in range(_ATTEMPTS):
             try:
                 result = act(attempt)
-            except lmdb.MapFullError:
+            except (lmdb.MapFullError, OSError) as error:
+                if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
                 self._ripen()
                 time.sleep(0.001 * 2**attempt)
                 continue
@@ -292,7 +311,7 @@ class LMDBStore(BlockStore):
     def _store_in_room(
         self, namespace: Namespace, blocks: list[_Staged], items: list[_Item], now: int, attempt: int
     ) -> list[bool] | None:
-        space = self._tier.space
+        space = self._space()
         need = sum(block.size for block in blocks)
         room = need + space.slack(need, attempt)
         while evict(self._tier.catalog, space, room=room, most=max(need, space.chunk)):
@@ -316,7 +335,7 @@ class LMDBStore(BlockStore):
         """Two small commits, after which LMDB uses pages again that were freed before them."""
         environment = self._tier.environment
         environment.check_readers()
-        with suppress(lmdb.MapFullError):
+        with suppress(lmdb.MapFullError, OSError):
             for _ in range(2):
                 with environment.write() as txn:
                     txn.put(b"tick", time.time_ns().to_bytes(8, "little"), db=environment.databases["info"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -81,10 +82,11 @@ def evict(catalog: Catalog, space: Space, *, room: int, most: int) -> int:
     Bytes freed: 0 where there is room already, or no block left.
     """
     with catalog.read() as snapshot:
-        free = snapshot.totals().room
+        totals = snapshot.totals()
+        free = space.room(totals, tree_bytes(catalog, snapshot.txn))
         victims: list[Victim] = []
         freed = 0
-        for victim in snapshot.oldest() if free is not None and free < room else ():
+        for victim in snapshot.oldest() if totals.capacity is not None and free is not None and free < room else ():
             victims.append(victim)
             freed += victim.size
             if freed >= most or (free is not None and free + freed >= room):
@@ -210,8 +212,13 @@ def _unreadable(catalog: Catalog) -> tuple[str, ...]:
 
 
 def _evict_down(catalog: Catalog, space: Space) -> None:
-    """Say what is kept aside, and evict until the rest is under the cap."""
-    with catalog.write() as change:
-        change.set_overhead(space.overhead(tree_bytes(catalog, change.txn)))
-    while evict(catalog, space, room=0, most=space.chunk):
-        pass
+    """Say what is kept aside, and evict until the rest is under the cap. On a full disk puts will do so as they can."""
+    try:
+        with catalog.write() as change:
+            change.set_overhead(space.overhead(tree_bytes(catalog, change.txn)))
+        while evict(catalog, space, room=0, most=space.chunk):
+            pass
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _log.warning("%s: its disk is full: %s", catalog.environment.directory, error)

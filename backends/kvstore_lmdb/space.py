@@ -3,15 +3,19 @@
 The data file grows and never shrinks, and what it will grow by is known only when LMDB has looked for free pages. So
 the bound is the size of the map: LMDB refuses the page behind it (`MapFullError`), within the transaction, before
 anything is written. Everybody who shares the tier agrees on the cap, hence on the map. Eviction keeps enough free pages
-for that to happen seldom.
+for that to happen seldom. A disk that others fill is a smaller map of the same kind, as far as eviction goes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from kvstore.environment import LOCK_BYTES, MAP_SIZE, PAGE
 from kvstore.presence import PRESENCE_BYTES
+
+if TYPE_CHECKING:
+    from kvstore.catalog import Totals
 
 __all__ = ["SMALLEST_CAPACITY", "Space"]
 
@@ -30,6 +34,8 @@ class Space:
     """The arithmetic of one tier's cap; all in bytes. Without a cap only `chunk` is of use."""
 
     capacity: int | None
+    file_bytes: int | None = None
+    """What the data file can come to occupy on the disk as it is now; None where nobody looked."""
 
     @property
     def map_size(self) -> int:
@@ -41,7 +47,22 @@ class Space:
     @property
     def chunk(self) -> int:
         """Payload that goes into one transaction: LMDB holds it in memory and keeps other writers waiting."""
-        return _CHUNK_BYTES if self.capacity is None else min(_CHUNK_BYTES, self.map_size // 16)
+        return min(_CHUNK_BYTES, self._reach // 16)
+
+    @property
+    def _reach(self) -> int:
+        return self.map_size if self.file_bytes is None else min(self.map_size, self.file_bytes)
+
+    def on_disk(self, file_bytes: int) -> Space:
+        """The same tier, whose data file can come to occupy `file_bytes` on its disk."""
+        return replace(self, file_bytes=file_bytes)
+
+    def room(self, totals: Totals, tree_bytes: int) -> int | None:
+        """What blocks may still occupy, under the cap and on the disk; None where nothing bounds them."""
+        bounds = [] if totals.room is None else [totals.room]
+        if self.file_bytes is not None:
+            bounds.append(self.file_bytes - self.file_bytes // 50 - _TREES - tree_bytes - totals.used)
+        return min(bounds, default=None)
 
     def overhead(self, tree_bytes: int) -> int:
         """What of the cap is no block's: everything beside the map, LMDB's trees, and 2 % for gaps between blocks."""
@@ -59,4 +80,4 @@ class Space:
         if self.capacity is None:
             return 0
         job = max(self.chunk, need)
-        return min(2 * job + attempt * need, max(2 * job, self.map_size * 3 // 10))
+        return min(2 * job + attempt * need, max(2 * job, self._reach * 3 // 10))

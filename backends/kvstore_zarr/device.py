@@ -133,6 +133,15 @@ class _Scratch(threading.local):
         return self._bounce
 
 
+def _probe(folder: Path, sample: Path) -> str | None:
+    try:
+        return probe_direct(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return probe_direct_read(sample)
+
+
 class BlockDevice:
     """How the store opens block files and moves their bytes. Threads share one; calls release the GIL."""
 
@@ -142,16 +151,16 @@ class BlockDevice:
         self._scratch = _Scratch()
 
     @classmethod
-    def choose(cls, io: str, folder: Path, *, sample: Path | None = None) -> tuple[BlockDevice, str | None]:
+    def choose(cls, io: str, folder: Path, *, sample: Path, readonly: bool) -> tuple[BlockDevice, str | None]:
         """The device that option `io` (auto, direct, buffered) means in `folder`, and why it is not direct, if so.
 
-        Found out by writing to `folder`, or, where nothing may be written, by reading the file `sample`.
+        Found out by writing to `folder`, or, where nothing may or can be written, by reading the file `sample`.
         Raises `StoreAccessError` for `direct` where that does not work, OSError where `folder` cannot be written.
         """
         if io == "buffered":
             reason: str | None = "io=buffered was asked for"
         else:
-            reason = probe_direct(folder) if sample is None else probe_direct_read(sample)
+            reason = probe_direct_read(sample) if readonly else _probe(folder, sample)
         if reason is not None and io == "direct":
             raise StoreAccessError(f"io=direct is not possible in {folder}: {reason}; use io=auto or io=buffered")
         return cls(direct=reason is None), reason

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvstore.catalog import Snapshot, Victim
     from kvstore_zarr.tier import LocalTier
 
-__all__ = ["Held", "choose", "clear_away", "let_go"]
+__all__ = ["Held", "choose", "clear_away", "let_go", "sacrifice"]
 
 MOST_LOOKED_AT = 4096
 """How many of the oldest blocks one choice looks at, when one after the other is taken or being read."""
@@ -97,6 +97,23 @@ def let_go(tier: LocalTier, held: Iterable[Held]) -> None:
             release(one.fd)
             one.fd = -1
         tier.claimed.discard(one.victim.address)
+
+
+def sacrifice(tier: LocalTier, held: Sequence[Held]) -> bool:
+    """Free the space of the first victim that has any, its entry notwithstanding: a full disk lets no entry go first.
+
+    A kill before the entry goes leaves a block whose file is gone: a miss. Whether there was such a victim.
+    """
+    for one in held:
+        if one.fd < 0:
+            continue
+        with tier.names.hold([one.victim.address]):
+            if inode_of(one.path) != one.inode:
+                continue
+            os.unlink(one.path)
+        os.ftruncate(one.fd, 0)
+        return True
+    return False
 
 
 def clear_away(tier: LocalTier, taken: Sequence[Held], drafts: Iterator[tuple[int, str]]) -> dict[str, int]:

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvstore.catalog import address_of
@@ -58,7 +59,8 @@ def get_blocks(
     ]
     hits = [address for address, outcome in zip(addresses, outcomes, strict=True) if outcome is GetOutcome.HIT]
     if hits and not tier.readonly and tier.catalog.note(hits):
-        tier.catalog.settle()
+        with suppress(OSError):  # a full disk, say: notes of use are no loss to fail a read for
+            tier.catalog.settle()
     return outcomes
 
 

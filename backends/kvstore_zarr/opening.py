@@ -14,14 +14,13 @@ from kvstore.catalog import DATABASES, Catalog
 from kvstore.environment import Environment, check_filesystem, damage
 from kvstore.errors import (
     NotAStoreError,
-    StoreAccessError,
     StoreDamagedError,
     StoreFullError,
     StoreNotFoundError,
     StoreOpenError,
 )
 from kvstore.namespace import FINGERPRINT_BYTES
-from kvstore.presence import Presence, State
+from kvstore.presence import Presence, State, explained
 from kvstore.url import CAPACITY, DURABILITY, IO, MODE, READONLY, TierURL, local_path
 from kvstore_zarr.device import BlockDevice
 from kvstore_zarr.folders import FOLDERS_DATABASE, Folders, make_folder, occupied
@@ -106,8 +105,8 @@ def _open_parts(url: TierURL, root: Path, presence: Presence) -> tuple[LocalTier
         catalog = Catalog(environment)
         wanted = url.option(CAPACITY)
         capacity = catalog.prepare(wanted.resolve(root) if wanted else None, alone=presence.alone)
-        sample = root / CATALOGUE / "data.mdb" if readonly else None
-        device, reason = BlockDevice.choose(url.option(IO), root / DRAFTS, sample=sample)
+        sample = root / CATALOGUE / "data.mdb"
+        device, reason = BlockDevice.choose(url.option(IO), root / DRAFTS, sample=sample, readonly=readonly)
         tier = LocalTier(
             root=root,
             device=device,
@@ -162,11 +161,16 @@ def _bring_in_order(tier: LocalTier, *, must_rebuild: bool) -> None:
         tier.presence.mark(State.REBUILDING)
         rebuild(tier)
     _measure_aside(tier)
-    reclaim(tier, alone=tier.presence.alone)
-    with tier.catalog.write() as change:
-        tier.account(change)
-    if tier.presence.alone:
-        make_room(tier)
+    try:
+        reclaim(tier, alone=tier.presence.alone)
+        with tier.catalog.write() as change:
+            tier.account(change)
+        if tier.presence.alone:
+            make_room(tier)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        tier.remark(f"its disk is full ({error}): blocks are read and evicted, what was left undone stays so for now")
 
 
 def _measure_aside(tier: LocalTier) -> None:
@@ -184,15 +188,10 @@ def _measure_aside(tier: LocalTier) -> None:
 def _explaining(root: Path) -> Generator[None]:
     """Turn what the operating system says into an error of ours that says what to do about it."""
     try:
-        yield
-    except StoreOpenError:
+        with explained(root):
+            yield
+    except StoreOpenError as error:
+        if isinstance(error.__cause__, FileExistsError | NotADirectoryError):
+            place = error.__cause__.filename
+            raise NotAStoreError(f"{root}: {place} is not a directory: choose another path") from error.__cause__
         raise
-    except (FileExistsError, NotADirectoryError) as error:
-        raise NotAStoreError(f"{root}: {error.filename} is not a directory: choose another path") from error
-    except OSError as error:
-        said = f"{root} cannot be used as a tier: {error.strerror} ({error.filename})"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StoreFullError(f"{said}: make room on its disk") from error
-        if error.errno == errno.EROFS:
-            raise StoreAccessError(f"{said}: remount it writable, or open it with readonly=true") from error
-        raise StoreAccessError(f"{said}: check owner, permissions and mount") from error

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -99,7 +100,7 @@ def _block(
 
 
 def _run(tier: LocalTier, tree: NamespaceTree, waiting: list[_Block]) -> None:
-    most = JOB_BYTES if tier.capacity is None else min(JOB_BYTES, tier.capacity // 32)
+    most = min(JOB_BYTES, _attainable(tier) // 32)
     deadline = 0.0
     while waiting:
         batch = _first(waiting, most)
@@ -114,6 +115,15 @@ def _run(tier: LocalTier, tree: NamespaceTree, waiting: list[_Block]) -> None:
             return
         reclaim_if_due(tier, RECLAIM_INTERVAL_S / 10)
         time.sleep(0.001)
+
+
+def _attainable(tier: LocalTier) -> int:
+    """What the tier may come to occupy, under its capacity and on its disk, in bytes."""
+    bound, free = tier.capacity or sys.maxsize, tier.free_on_disk()
+    if free < 32 * JOB_BYTES:
+        with tier.catalog.read() as snapshot:
+            bound = min(bound, free + snapshot.totals().used)
+    return bound
 
 
 def _first(waiting: list[_Block], most: int) -> list[_Block]:
@@ -149,11 +159,11 @@ class PutJob:
         held = self._plan()
         steps.checkpoint("planned")
         try:
-            admitted, taken = self._reserve(held)
+            admitted, taken = self._reserve_or_sacrifice(held)
         except OSError as error:
             eviction.let_go(tier, held)
             self._settle(self._open(), _outcome_of(error))
-            return True
+            return bool(self._blocks)
         except BaseException:
             eviction.let_go(tier, held)
             raise
@@ -190,7 +200,8 @@ class PutJob:
                 return []
             most = room + totals.used + totals.reserved
             self._settle([block for block in self._open() if block.cost > most], PutOutcome.FULL)
-            room = min(room, self._disk_budget(totals.reserved))
+            if self._blocks:
+                room = min(room, self._disk_budget(totals.reserved))
             return eviction.choose(tier, snapshot, sum(block.cost for block in self._open()) - room)
 
     def _find_present(self, present: Sequence[bool]) -> None:
@@ -214,12 +225,23 @@ class PutJob:
             tier.account(change)
         return admitted, taken
 
+    def _reserve_or_sacrifice(self, held: Sequence[Held]) -> tuple[list[_Block], list[Held]]:
+        """Reserve; where the disk has no page for the catalogue, the first victim's file goes before its entry does."""
+        try:
+            return self._reserve(held)
+        except OSError as error:
+            if _outcome_of(error) is not PutOutcome.FULL or not eviction.sacrifice(self._tier, held):
+                raise
+        self._intent = None
+        return self._reserve(held)
+
     def _disk_budget(self, reserved: int) -> int:
         return self._tier.free_on_disk() - reserved - DISK_HEADROOM
 
     def _that_fit_the_disk(self, admitted: list[_Block], freed: int, reserved: int) -> list[_Block]:
         fitting = _admitted(admitted, 0, self._disk_budget(reserved) + freed)
-        self._settle(admitted[len(fitting) :], PutOutcome.FULL)
+        if not fitting:  # else the rest is tried again, beside what these came to occupy
+            self._settle(admitted, PutOutcome.FULL)
         return fitting
 
     def _record(self, change: Change, admitted: Sequence[_Block], taken: Sequence[Held], reserved: int) -> None:

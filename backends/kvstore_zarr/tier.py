@@ -69,6 +69,7 @@ class LocalTier:
     lock: threading.Lock = field(default_factory=threading.Lock)
     reclaimed: float = 0.0
     """When the dead were last looked for (`time.monotonic`)."""
+    remarks: list[str] = field(default_factory=list[str])
     aside: dict[str, str] = field(default_factory=dict[str, str])
     """Namespaces (by the name of their folder) that cannot be served, and why: neither read nor written nor evicted."""
     aside_bytes: int = 0
@@ -106,7 +107,12 @@ class LocalTier:
 
     def notes(self) -> tuple[str, ...]:
         """What an operator should know of the tier as it was found."""
-        return tuple(self.aside.values())
+        return (*self.remarks, *self.aside.values())
+
+    def remark(self, text: str) -> None:
+        """Tell the operator, in the log and in `Capabilities.notes`."""
+        self.remarks.append(f"{self.root}: {text}")
+        _log.warning(self.remarks[-1])
 
     def _read_namespace(self, name: str) -> Namespace | None:
         if name in self.aside:
