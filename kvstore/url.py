@@ -29,6 +29,7 @@ __all__ = [
     "Capacity",
     "Option",
     "TierURL",
+    "format_size",
     "local_path",
     "parse_size",
 ]
@@ -233,6 +234,16 @@ def parse_size(text: Any) -> int:
     if size < 1:
         raise ValueError("expected bytes such as 500GB, 64MiB or 1048576")
     return size
+
+
+def format_size(count: float, *, exact: bool = False) -> str:
+    """Bytes for people: `1.5 GB` (10^9); with `exact`, `1.5 GB (1500000000 bytes)`."""
+    raw, units = f" ({count:.0f} bytes)" if exact and count >= 1000 else "", ("B", "kB", "MB", "GB", "TB")
+    for unit in units:
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}{raw}"
+        count /= 1000
+    return f"{count:.1f} PB{raw}"
 
 
 @dataclass(frozen=True, slots=True)

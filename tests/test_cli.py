@@ -22,7 +22,7 @@ import kvstore
 from kvstore import BlockLayout, BlockWrite, Namespace, block_keys
 from kvstore.bench import RawFiles, TierUnderTest
 from kvstore.cli import EXIT_FAULT, EXIT_NOT_INTACT, EXIT_OK, EXIT_USAGE, cli, run
-from kvstore.errors import ConfigurationError, StoreNotFoundError, TierUnavailable
+from kvstore.errors import ConfigurationError, InvalidOptionError, StoreNotFoundError, TierUnavailable
 from kvstore.url import TierURL
 
 if TYPE_CHECKING:
@@ -257,9 +257,71 @@ def test_looking_changes_nothing_and_creates_nothing(
     assert tree(tmp_path / "kv") == before
     assert run([command, f"dir://{tmp_path}/nothing"]) == EXIT_USAGE
     assert not (tmp_path / "nothing").exists()
-    assert run([command, tier + "?readonly=false"]) == EXIT_OK
+    for option in ("readonly=false", "readonly=maybe"):
+        assert run([command, f"{tier}?{option}"]) == EXIT_USAGE
+        assert "readonly" in capsys.readouterr().err
+    assert run([command, tier + "?readonly=yes"]) == EXIT_OK
     assert tree(tmp_path / "kv") == before
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("command", ["stat", "ls", "verify"])
+def test_looking_depends_on_no_capacity(command: str, shipped: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([command, f"{shipped}?capacity=lots"]) == EXIT_USAGE
+    capsys.readouterr()
+    for asked in ("900MB", "10kB"):
+        assert run([command, f"{shipped}?capacity={asked}"]) == EXIT_OK
+        assert "is not the tier's, which has none" in capsys.readouterr().err
+    with kvstore.open_store(f"{shipped}?capacity=50MB"):
+        assert run([command, f"{shipped}?capacity=900MB"]) == EXIT_OK
+        assert f"{shipped}?capacity=900MB" in (said := capsys.readouterr().err)
+        assert "50.0 MB (50000000 bytes)" in said
+
+
+def test_bench_applies_a_capacity_unless_somebody_relies_on_another(
+    shipped: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = (*QUICK, "--namespace", "mine")
+    assert run(["bench", f"{shipped}?capacity=50MB", *named]) == EXIT_OK
+    assert machine(capsys, "stat", shipped)["usage"]["capacity"] == 50_000_000
+    with kvstore.open_store(shipped):
+        assert run(["bench", f"{shipped}?capacity=60MB", *named]) == EXIT_USAGE
+        said = capsys.readouterr().err
+        assert f"{shipped}?capacity=60MB: another process has this tier open" in said
+        assert "50.0 MB (50000000 bytes)" in said
+    assert run(["bench", f"{shipped}?capacity=1100kB", *named]) == EXIT_USAGE
+    assert "would evict blocks of others" in capsys.readouterr().err
+    assert machine(capsys, "stat", shipped)["usage"]["blocks"] == 2
+
+
+def test_bench_of_a_tier_that_must_not_be_written_is_refused(shipped: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", f"{shipped}?readonly=true", *QUICK]) == EXIT_USAGE
+    assert "a benchmark writes: leave out readonly" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["stat", "ls", "verify"])
+def test_another_process_s_memory_is_said_to_be_out_of_sight(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([command, "memory://nobody"]) == EXIT_USAGE
+    assert "memory of another process cannot be seen" in capsys.readouterr().err
+
+
+def test_a_share_of_no_disk_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InvalidOptionError, match="in bytes"):
+        kvstore.open_store("memory://x?capacity=80%")
+    assert run(["bench", "memory://x?capacity=80%", *QUICK]) == EXIT_USAGE
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("command", [["verify"], ["bench", "--namespace", "mine", *QUICK]])
+def test_what_takes_long_says_how_far_it_is_where_no_terminal_is(
+    command: list[str], tier: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*command, tier]) == EXIT_OK
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("kvstore.cli._common.PROGRESS_S", 0.0)
+    assert run([*command, tier]) == EXIT_OK
+    total = 12 if command == ["verify"] else 8
+    assert capsys.readouterr().err.endswith(f"ing: {total} of {total}\n")
 
 
 # The backends that are shipped
@@ -522,15 +584,18 @@ def test_bench_that_is_told_to_end_leaves_nothing_behind(
     scheme: str, number: signal.Signals, says: str, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-m", "kvstore", "bench", f"{scheme}://{tmp_path}/kv", *QUICK[:-1], "100000"]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 30
-    while not any(path.name.startswith(".kvstore-bench-") for path in tmp_path.iterdir()):
-        assert time.monotonic() < deadline
-        assert running.poll() is None
-        time.sleep(0.01)
-    time.sleep(0.3)
-    running.send_signal(number)
-    out, err = running.communicate(timeout=30)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            deadline = time.monotonic() + 60
+            while not any(path.name.startswith(".kvstore-bench-") for path in tmp_path.iterdir()):
+                assert time.monotonic() < deadline
+                assert running.poll() is None
+                time.sleep(0.01)
+            time.sleep(0.3)
+            running.send_signal(number)
+            out, err = running.communicate(timeout=60)
+        finally:
+            running.kill()
     assert (out, err.splitlines()[-1], running.returncode) == ("", f"kvstore: {says}", 128 + number)
     assert "Traceback" not in err
     assert list(tmp_path.iterdir()) == []

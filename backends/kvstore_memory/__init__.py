@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from kvstore.abc import BlockStore, Capabilities
-from kvstore.errors import StoreClosedError, StoreNotFoundError
+from kvstore.errors import InvalidOptionError, StoreClosedError, StoreNotFoundError
 from kvstore.integrity import crc32c
 from kvstore.layout import as_bytes
 from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, Usage
@@ -64,6 +64,8 @@ class MemoryStore(BlockStore):
         self._pid = os.getpid()
         self._readonly = url.option(READONLY)
         capacity: Capacity | None = url.option(CAPACITY)
+        if capacity is not None and capacity.bytes is None:
+            raise InvalidOptionError(f"{url}: there is no disk to take a share of: give the capacity in bytes")
         self._capacity = capacity.bytes if capacity else None
         with _shelves_lock:
             if self._readonly and url.location not in _shelves:

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvstore.bench.contestant import Contestant
 from kvstore.bench.footprint import Footprint
-from kvstore.errors import ConfigurationError, StoreNotFoundError, TierUnavailable
+from kvstore.errors import ConfigurationError, InvalidOptionError, StoreNotFoundError, TierUnavailable
 from kvstore.layout import BlockLayout
 from kvstore.namespace import Namespace
-from kvstore.registry import open_store
+from kvstore.registry import backend_class, open_store
 from kvstore.types import BlockRead, BlockWrite, GetOutcome, PutOutcome
-from kvstore.url import MODE
+from kvstore.url import CAPACITY, MODE, READONLY, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.abc import BlockStore
     from kvstore.types import BlockKey
-    from kvstore.url import TierURL
+    from kvstore.url import Capacity, TierURL
 
 __all__ = ["BENCH_MODEL", "TierUnderTest"]
 
@@ -46,7 +46,10 @@ class TierUnderTest(Contestant):
         self._url = url
         layouts = (BlockLayout.opaque(block_bytes),)
         self._namespace = Namespace(BENCH_MODEL, own_name or "default", layouts, block_tokens=1, key_scheme="random")
-        self._footprint = _footprint(url, own_name, total_bytes)
+        checked = url.validated(backend_class(url).options)
+        if checked.option(READONLY):
+            raise InvalidOptionError(f"{url}: a benchmark writes: leave out readonly")
+        self._footprint = _footprint(url, own_name, total_bytes, checked.option(CAPACITY))
         self.notes = []
         self._closed = False
         self._store: BlockStore | None = open_store(url)
@@ -117,10 +120,12 @@ class TierUnderTest(Contestant):
         return self._store
 
 
-def _footprint(url: TierURL, own_name: str | None, total_bytes: int) -> Footprint | None:
+def _footprint(url: TierURL, own_name: str | None, total_bytes: int, wanted: Capacity | None) -> Footprint | None:
     """What stands where no tier is; None where one is, once it is sure that its blocks are safe."""
     try:
-        store = open_store(replace(url, raw_options={**url.raw_options, "readonly": True}))
+        # Without the capacity: the tier may have another one, until it is opened for writing.
+        options = {name: value for name, value in url.raw_options.items() if name != "capacity"}
+        store = open_store(replace(url, raw_options={**options, "readonly": True}))
     except StoreNotFoundError as error:
         path = Path(url.location)
         if not path.is_absolute():
@@ -132,11 +137,14 @@ def _footprint(url: TierURL, own_name: str | None, total_bytes: int) -> Footprin
             ) from error
         return footprint
     with store:
-        _spare_others(store, url, own_name, total_bytes)
+        _spare_others(store, url, own_name, total_bytes, wanted)
     return None
 
 
-def _spare_others(store: BlockStore, url: TierURL, own_name: str | None, total_bytes: int) -> None:
+def _spare_others(
+    store: BlockStore, url: TierURL, own_name: str | None, total_bytes: int, wanted: Capacity | None
+) -> None:
+    """Raise `ConfigurationError` if opening the tier with the capacity `wanted`, or the blocks, would evict others."""
     others = [space for space in store.namespaces() if space.model != BENCH_MODEL and any(store.scan(space))]
     if not others:
         return
@@ -147,9 +155,18 @@ def _spare_others(store: BlockStore, url: TierURL, own_name: str | None, total_b
             " the benchmark may write beside them, in a namespace of its own that it removes"
         )
     usage = store.usage()
+    capacity = _resolved(wanted, url) or usage.capacity
     taken = usage.used + usage.reserved + usage.overhead
-    if usage.capacity is not None and taken + int(total_bytes * _MARGIN) > usage.capacity:
+    if capacity is not None and taken + int(total_bytes * _MARGIN) > capacity:
         raise ConfigurationError(
-            f"{url} holds {taken} bytes of {usage.capacity}: {total_bytes} more would evict blocks of others"
-            f" ({models}). Lower --total, or benchmark an empty location"
+            f"{url} holds {format_size(taken, exact=True)} of {format_size(capacity, exact=True)}:"
+            f" {format_size(total_bytes, exact=True)} more would evict blocks of others ({models})."
+            " Lower --total, or benchmark an empty location"
         )
+
+
+def _resolved(capacity: Capacity | None, url: TierURL) -> int | None:
+    path = Path(url.location)
+    if capacity is None or (capacity.bytes is None and not path.is_absolute()):
+        return None
+    return capacity.resolve(path)

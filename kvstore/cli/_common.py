@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvstore.cli._output import printable
-from kvstore.registry import open_store
+from kvstore.errors import CapacityMismatchError, InvalidOptionError, StoreFullError, StoreNotFoundError
+from kvstore.registry import backend_class, open_store
+from kvstore.url import READONLY, format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Generator, Iterable, Sequence
 
     from rich.console import Console
 
@@ -29,10 +33,13 @@ __all__ = [
     "json_option",
     "open_to_inspect",
     "print_table",
-    "size",
+    "progress",
     "stderr_console",
     "summaries",
 ]
+
+PROGRESS_S = 5.0
+"""Seconds between lines of progress where no terminal is."""
 
 json_option: Callable[[Callable[..., Any]], Callable[..., Any]] = click.option(
     "--json", "as_json", is_flag=True, help="Machine-readable output: one JSON value on stdout, nothing else there."
@@ -40,8 +47,32 @@ json_option: Callable[[Callable[..., Any]], Callable[..., Any]] = click.option(
 
 
 def open_to_inspect(url: TierURL) -> BlockStore:
-    """Open a tier so that looking at it changes nothing: a location that does not exist is an error, not created."""
-    return open_store(replace(url, raw_options={**url.raw_options, "readonly": True}))
+    """Open a tier so that looking at it changes nothing: a location that does not exist is an error, not created.
+
+    Every option is checked. A `capacity` other than the tier's own is passed over with a note on stderr: it would take
+    effect when the tier is opened for writing, and looking depends on none.
+    """
+    checked = url.validated(backend_class(url).options)
+    if "readonly" in url.raw_options and not checked.option(READONLY):
+        raise InvalidOptionError(f"{url}: this command only looks and opens every tier read-only: leave out readonly")
+    options = {**url.raw_options, "readonly": True}
+    try:
+        return open_store(replace(url, raw_options=options))
+    except (CapacityMismatchError, StoreFullError):
+        if options.pop("capacity", None) is None:
+            raise
+        store = open_store(replace(url, raw_options=options))
+        click.echo(f"note: {url}: the capacity asked for is not the tier's, {_capacity(store)}", err=True)
+        return store
+    except StoreNotFoundError as error:
+        if url.scheme != "memory":
+            raise
+        raise StoreNotFoundError(f"{error}. Blocks in the memory of another process cannot be seen from here") from None
+
+
+def _capacity(store: BlockStore) -> str:
+    capacity = store.usage().capacity
+    return "which has none" if capacity is None else format_size(capacity, exact=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +142,34 @@ def stderr_console() -> Console:
     return Console(stderr=True)
 
 
-def size(count: float) -> str:
-    """Bytes for people: `1.5 GB` (10^9)."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} PB"
+@contextmanager
+def progress(what: str, total: int) -> Generator[Callable[..., object]]:
+    """Yields `advance(steps=1)`. On stderr: a bar where a person watches, else a line every few seconds."""
+    console = stderr_console()
+    if not console.is_terminal:
+        yield _Lines(what, total).advance
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        yield partial(bar.advance, bar.add_task("", total=total))
+
+
+@dataclass(slots=True)
+class _Lines:
+    """Progress for a log file; what is over within seconds needs none."""
+
+    what: str
+    total: int
+    done: int = 0
+    told: float = field(default_factory=time.monotonic)
+
+    def advance(self, steps: int = 1) -> None:
+        self.done += steps
+        if time.monotonic() - self.told >= PROGRESS_S:
+            self.told = time.monotonic()
+            click.echo(f"{self.what}: {self.done} of {self.total}", err=True)
 
 
 def age(moment: float | None) -> str:

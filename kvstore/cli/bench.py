@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import tempfile
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from kvstore.bench import Figure, RawFiles, TierUnderTest, Workload, race
-from kvstore.cli._common import emit_json, json_option, print_table, stderr_console
-from kvstore.url import TierURL, parse_size
+from kvstore.cli._common import emit_json, json_option, open_to_inspect, print_table, progress
+from kvstore.errors import CapacityMismatchError
+from kvstore.url import TierURL, format_size, parse_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Generator
 
 __all__ = ["bench"]
 
@@ -73,7 +74,7 @@ def bench(
         raise click.UsageError(f"--block-bytes {max(block_bytes)} is more than --total {total}")
     figures: list[Figure] = []
     notes: list[str] = []
-    with _progress(len(block_bytes) * rounds * 4, as_json) as advance:
+    with progress("measuring", len(block_bytes) * rounds * 4) as advance, _capacity_explained(tier):
         for nbytes in block_bytes:
             with ExitStack() as stack:
                 store = stack.enter_context(TierUnderTest(tier, nbytes, total, own_name))
@@ -109,15 +110,19 @@ def _block_size(nbytes: int) -> str:
 
 
 @contextmanager
-def _progress(steps: int, as_json: bool) -> Generator[Callable[[], object]]:
-    console = stderr_console()
-    if as_json or not console.is_terminal:
-        yield int
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    with Progress(TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), console=console, transient=True) as bar:
-        yield partial(bar.advance, bar.add_task("", total=steps))
+def _capacity_explained(tier: TierURL) -> Generator[None]:
+    """Only now is it sure that somebody relies on the tier's capacity; say which it is."""
+    try:
+        yield
+    except CapacityMismatchError as error:
+        options = {name: value for name, value in tier.raw_options.items() if name != "capacity"}
+        with open_to_inspect(replace(tier, raw_options=options)) as store:
+            capacity = store.usage().capacity
+        has = "no capacity" if capacity is None else f"a capacity of {format_size(capacity, exact=True)}"
+        raise CapacityMismatchError(
+            f"{tier}: another process has this tier open with {has}, and it cannot change meanwhile: leave the option"
+            " out, or close the tier there"
+        ) from error
 
 
 def _show(tier: TierURL, figures: list[Figure], notes: list[str]) -> None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvstore.cli import EXIT_NOT_INTACT, EXIT_OK
-from kvstore.cli._common import emit_json, json_option, print_table, size, stderr_console
+from kvstore.cli._common import emit_json, json_option, print_table, stderr_console
 from kvstore.demo.run import DTYPES, INSTALL, INSTALL_SMOLLM2, QUESTIONS, Report, Settings, run_demo
+from kvstore.url import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,7 +99,7 @@ def _row(report: Report) -> list[str]:
         f"{report.speedup:.1f} x",
         _equal(report.tokens_equal),
         _equal(report.kv_equal),
-        size(report.bytes_stored),
+        format_size(report.bytes_stored),
         damage,
     ]
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.cli._common import age, emit_json, json_option, open_to_inspect, print_table, size, summaries
+from kvstore.cli._common import age, emit_json, json_option, open_to_inspect, print_table, summaries
 from kvstore.types import NO_POSITION
-from kvstore.url import TierURL
+from kvstore.url import TierURL, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,7 +60,7 @@ def _namespaces(tier: TierURL, store: BlockStore, as_json: bool) -> None:
     print_table(
         str(tier),
         ("namespace", "model", ">blocks", ">bytes"),
-        ((space.namespace, space.model, str(space.blocks), size(space.bytes)) for space in found),
+        ((space.namespace, space.model, str(space.blocks), format_size(space.bytes)) for space in found),
     )
 
 
@@ -103,7 +103,7 @@ def _as_row(space: Namespace, info: BlockInfo) -> tuple[str, ...]:
         str(info.key.group),
         info.key.digest.hex(),
         "-" if info.position == NO_POSITION else str(info.position),
-        size(info.stored_bytes),
+        format_size(info.stored_bytes),
         age(info.created),
         age(info.last_used),
         str(info.hits),

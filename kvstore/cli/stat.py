@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvstore.cli._common import age, emit_json, json_option, open_to_inspect, print_table, size, summaries
-from kvstore.url import TierURL
+from kvstore.cli._common import age, emit_json, json_option, open_to_inspect, print_table, summaries
+from kvstore.url import TierURL, format_size
 
 if TYPE_CHECKING:
     from kvstore.abc import BlockStore
@@ -44,10 +44,15 @@ def stat(url: str, as_json: bool) -> None:
 def _show(tier: TierURL, store: BlockStore, found: list[NamespaceSummary]) -> None:
     usage, can = store.usage(), store.capabilities
     taken = usage.used + usage.reserved + usage.overhead
-    share = f" of {size(usage.capacity)} ({taken / usage.capacity:.0%})" if usage.capacity else ", no capacity set"
+    share = (
+        f" of {format_size(usage.capacity)} ({taken / usage.capacity:.0%})" if usage.capacity else ", no capacity set"
+    )
     click.echo(str(tier))
-    click.echo(f"  {usage.blocks} blocks, {size(taken)}{share}")
-    click.echo(f"  {size(usage.used)} in blocks, {size(usage.reserved)} reserved, {size(usage.overhead)} overhead")
+    click.echo(f"  {usage.blocks} blocks, {format_size(taken)}{share}")
+    click.echo(
+        f"  {format_size(usage.used)} in blocks, {format_size(usage.reserved)} reserved,"
+        f" {format_size(usage.overhead)} overhead"
+    )
     click.echo(f"  I/O: {can.io}; {'shared' if can.shared else 'not shared'} between processes")
     for note in can.notes:
         click.echo(f"  note: {note}")
@@ -61,7 +66,7 @@ def _show(tier: TierURL, store: BlockStore, found: list[NamespaceSummary]) -> No
                 space.revision,
                 str(space.block_tokens),
                 str(space.blocks),
-                size(space.bytes),
+                format_size(space.bytes),
                 age(space.oldest),
                 age(space.newest),
                 age(space.last_used),

@@ -6,21 +6,19 @@ import mmap
 import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
 
 from kvstore.cli import EXIT_NOT_INTACT
-from kvstore.cli._common import emit_json, json_option, open_to_inspect, print_table, size, stderr_console
+from kvstore.cli._common import emit_json, json_option, open_to_inspect, print_table, progress
 from kvstore.types import BlockRead, GetOutcome
-from kvstore.url import TierURL
+from kvstore.url import TierURL, format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -44,7 +42,7 @@ def verify(ctx: click.Context, url: str, threads: int, as_json: bool) -> None:
     """
     tier = TierURL.parse(url)
     with open_to_inspect(tier) as store:
-        with _progress(store, as_json) as advance:
+        with progress("verifying", store.usage().blocks) as advance:
             reports = [_check_namespace(store, space, threads, advance) for space in store.namespaces()]
         if as_json:
             emit_json(_as_json(tier, reports))
@@ -144,21 +142,6 @@ def _record(store: BlockStore, report: _Report, results: list[tuple[BlockKey, Ge
     report.bytes += sum(report.namespace.block_bytes(key.group) for key in hits)
 
 
-@contextmanager
-def _progress(store: BlockStore, as_json: bool) -> Generator[Callable[[int], object]]:
-    """A bar on stderr while a person watches; a function that does nothing otherwise."""
-    console = stderr_console()
-    if as_json or not console.is_terminal:
-        yield int
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("verifying"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=store.usage().blocks)
-        yield partial(bar.advance, task)
-
-
 def _as_json(tier: TierURL, reports: list[_Report]) -> dict[str, Any]:
     return {
         "url": str(tier),
@@ -188,7 +171,7 @@ def _show(tier: TierURL, reports: list[_Report]) -> None:
                 str(report.intact),
                 str(len(report.corrupt)),
                 str(len(report.missing)),
-                size(report.bytes),
+                format_size(report.bytes),
             )
             for report in reports
         ),
