@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
 import sys
 import threading
 from contextlib import contextmanager
@@ -71,8 +72,22 @@ class _Opened:
     readonly: bool
     sync: bool
     map_size: int
+    remedy: str
     lenders: int = 1
+    damaged: bool = False
 
+
+REMEDY = "Remove the directory to start anew"
+
+_DAMAGE = (
+    lmdb.CorruptedError,
+    lmdb.PageNotFoundError,
+    lmdb.InvalidError,
+    lmdb.BadTxnError,
+    lmdb.CursorFullError,
+    struct.error,
+)
+"""What LMDB says of a page that cannot be, and `struct` of a record."""
 
 _opened: dict[tuple[int, int], _Opened] = {}
 _opened_lock = threading.Lock()
@@ -140,11 +155,13 @@ class Environment:
         readahead: bool = False,
         mode: int = 0o600,
         map_size: int = MAP_SIZE,
+        remedy: str = REMEDY,
     ) -> Environment:
         """Open (and create, unless `readonly`) the environment in the existing `directory`.
 
         `names` are its named databases, all made at once. `sync`: every commit is on disk when it returns.
         `readahead`: for large values; off for small records. `map_size` bounds the file: the same in all processes.
+        `remedy` is what an error says is to be done about damage.
         A directory that this process has open already gives the same environment again, whatever `readahead`; it is
         closed when each opener has closed it.
 
@@ -159,9 +176,15 @@ class Environment:
                 _check_same(directory, opened, readonly=readonly, sync=sync, map_size=map_size)
                 opened.lenders += 1
             else:
-                _make_ready(directory, readonly=readonly, mode=mode)
+                _make_ready(directory, readonly=readonly, mode=mode, remedy=remedy)
                 opened = _opened[key] = _really_open(
-                    directory, names, readonly=readonly, sync=sync, readahead=readahead, mode=mode, map_size=map_size
+                    *(directory, names),
+                    readonly=readonly,
+                    sync=sync,
+                    readahead=readahead,
+                    mode=mode,
+                    map_size=map_size,
+                    remedy=remedy,
                 )
         return cls(directory, key, opened)
 
@@ -174,6 +197,8 @@ class Environment:
         try:
             with env.begin(buffers=True) as txn:
                 yield txn
+        except _DAMAGE as error:
+            raise self._damaged(error) from error
         finally:
             self._leave()
 
@@ -182,7 +207,8 @@ class Environment:
         """The write transaction: one at a time over all processes; committed when the body ends, aborted if it raises.
 
         Few calls: each releases the GIL, and waits to get it back, while every other writer waits for this one.
-        Raises `lmdb.MapFullError`, or `OSError` (ENOSPC when the device is full, else EIO); nothing was changed then.
+        Raises `lmdb.MapFullError`, `StoreDamagedError`, or `OSError` (ENOSPC when the device is full, else EIO), and
+        nothing was changed then.
         """
         env = self._enter()
         try:
@@ -196,12 +222,23 @@ class Environment:
                     raise
         except lmdb.MapFullError:
             raise
+        except _DAMAGE as error:
+            raise self._damaged(error) from error
         except lmdb.Error as error:
             full = isinstance(error, lmdb.DiskError) or _free_bytes(self.directory) < CREATION_BYTES
             number = errno.ENOSPC if full else errno.EIO
             raise OSError(number, f"{os.strerror(number)} ({error})", str(self.directory / "data.mdb")) from error
         finally:
             self._leave()
+
+    @property
+    def damaged(self) -> bool:
+        """Whether a transaction of this process met a page or a record that cannot be."""
+        return self._opened.damaged
+
+    def _damaged(self, error: Exception) -> StoreDamagedError:
+        self._opened.damaged = True
+        return StoreDamagedError(f"{self.directory / 'data.mdb'} is damaged: {error}. {self._opened.remedy}")
 
     def check_readers(self) -> int:
         """Free the reader slots of processes that died; their number. Their snapshots no longer pin pages."""
@@ -318,7 +355,7 @@ def _check_same(directory: Path, opened: _Opened, *, readonly: bool, sync: bool,
         )
 
 
-def _make_ready(directory: Path, *, readonly: bool, mode: int) -> None:
+def _make_ready(directory: Path, *, readonly: bool, mode: int, remedy: str) -> None:
     """Everything that LMDB would meet with a signal or a vague error, met here with a clear one."""
     if not (directory / "data.mdb").exists():
         if readonly:
@@ -326,7 +363,7 @@ def _make_ready(directory: Path, *, readonly: bool, mode: int) -> None:
         if _free_bytes(directory) < CREATION_BYTES:
             raise StoreFullError(f"{directory}: less than {CREATION_BYTES} bytes are free on its disk: make room")
     elif problem := damage(directory, thorough=False):
-        raise StoreDamagedError(f"{problem}. Remove the directory to start anew, or restore it from a copy")
+        raise StoreDamagedError(f"{problem}. {remedy}")
     try:
         descriptor = os.open(directory / "lock.mdb", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
         try:
@@ -349,7 +386,15 @@ def _widen(file: int | Path, mode: int) -> None:
 
 
 def _really_open(
-    directory: Path, names: Sequence[str], *, readonly: bool, sync: bool, readahead: bool, mode: int, map_size: int
+    directory: Path,
+    names: Sequence[str],
+    *,
+    readonly: bool,
+    sync: bool,
+    readahead: bool,
+    mode: int,
+    map_size: int,
+    remedy: str,
 ) -> _Opened:
     try:
         env = lmdb.open(
@@ -369,7 +414,7 @@ def _really_open(
             lib_version=0,
         )
     except lmdb.Error as error:
-        raise _explained(directory, error) from error
+        raise _explained(directory, error, remedy) from error
     try:
         env.reader_check()
         databases = _open_databases(env, names, readonly=readonly)
@@ -377,8 +422,8 @@ def _really_open(
             _widen(directory / "data.mdb", mode)
     except lmdb.Error as error:
         env.close()
-        raise _explained(directory, error) from error
-    return _Opened(env, databases, os.getpid(), readonly, sync, map_size)
+        raise _explained(directory, error, remedy) from error
+    return _Opened(env, databases, os.getpid(), readonly, sync, map_size, remedy)
 
 
 def _open_databases(env: lmdb.Environment, names: Sequence[str], *, readonly: bool) -> dict[str, Database]:
@@ -394,7 +439,7 @@ def _open_databases(env: lmdb.Environment, names: Sequence[str], *, readonly: bo
     return found
 
 
-def _explained(directory: Path, error: lmdb.Error) -> StoreOpenError:
+def _explained(directory: Path, error: lmdb.Error, remedy: str) -> StoreOpenError:
     """What LMDB's error means for the tier in `directory`, and what to do about it."""
     if isinstance(error, lmdb.LockError):
         return StoreAccessError(
@@ -404,6 +449,6 @@ def _explained(directory: Path, error: lmdb.Error) -> StoreOpenError:
         )
     if isinstance(error, lmdb.DiskError | lmdb.MapFullError):
         return StoreFullError(f"{directory}: no room to open the environment ({error}): make room, or raise the cap")
-    if isinstance(error, lmdb.InvalidError | lmdb.VersionMismatchError | lmdb.CorruptedError | lmdb.PageNotFoundError):
-        return StoreDamagedError(f"{directory}: {error}. Remove the directory to start anew")
+    if isinstance(error, (lmdb.VersionMismatchError, *_DAMAGE)):
+        return StoreDamagedError(f"{directory}: {error}. {remedy}")
     return StoreAccessError(f"{directory}: LMDB cannot open it: {error}")

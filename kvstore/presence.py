@@ -102,6 +102,7 @@ class Presence:
         self.directory, self.readonly, self._mode = directory, readonly, mode
         self.lease = bytes(16) if readonly else os.urandom(16)
         self.alone, self.found = False, State.MISSING
+        self._distrusted = False
         self._descriptors: dict[str, int] = {}
         _all.add(self)
 
@@ -133,8 +134,9 @@ class Presence:
     def closing(self) -> Generator[bool]:
         """Leave, under the gate. Yields whether this was the last user, who must bring everything to disk.
 
-        After the body of the last user, `state` says `clean`; if the body raised, it still says `dirty`. The locks
-        are let go and the lease is removed in any case. A second call yields False and does nothing.
+        After the body of the last user, `state` says `clean` (or `rebuilding`, see `distrust`); if the body raised, it
+        still says `dirty`. The locks are let go and the lease is removed in any case. A second call yields False and
+        does nothing.
         """
         if "users" not in self._descriptors:
             yield False
@@ -144,9 +146,15 @@ class Presence:
             last = _try_exclusive(self._descriptors["users"]) and not self.readonly
             yield last
             if last:
-                self.mark(State.CLEAN)
+                self.mark(State.REBUILDING if self._distrusted else State.CLEAN)
         finally:
             self._leave()
+
+    def distrust(self) -> None:
+        """The tier's records were found damaged: the last user to leave does not call them clean, and the next one to
+        come alone looks closely or builds them anew.
+        """
+        self._distrusted = True
 
     def mark(self, state: State) -> None:
         """Write `state`, synced: `REBUILDING` before records are dropped to be rebuilt. For the body of `opening`.

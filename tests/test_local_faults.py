@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,12 +12,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore import BlockLayout, GetOutcome, Namespace, PutOutcome, open_store
-from kvstore.errors import NewerFormatError, StoreFullError
+from kvstore.errors import NewerFormatError, StoreDamagedError, StoreFullError, TierUnavailable
 from kvstore.testing.supply import KIB, MIB, SPACE, get, key, keys, write, writes
 from kvstore_zarr.metadata import NamespaceTree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Executor
 
 HIT, MISS, CORRUPT = GetOutcome.HIT, GetOutcome.MISS, GetOutcome.CORRUPT
 STORED, EXISTS, FULL, FAILED = PutOutcome.STORED, PutOutcome.EXISTS, PutOutcome.FULL, PutOutcome.FAILED
@@ -279,3 +281,74 @@ class TestFullDisk:
         with pytest.raises(StoreFullError, match="make room") as caught:
             open_store(f"{scheme}://{disk}/tier")
         assert "None" not in str(caught.value)
+
+
+TINY = Namespace("tiny", "revision-1", (BlockLayout.opaque(64),), block_tokens=1)
+
+
+def catalogue_of(root: Path) -> Path:
+    return next(root.rglob("data.mdb"))
+
+
+def use(url: str) -> list[str]:
+    """Each error that every verb in turn raises, by the verb's name; what is not of kvstore's tree fails the caller."""
+    try:
+        store = open_store(url)
+    except StoreDamagedError as error:
+        return [f"open: {error}"]
+    said: list[str] = []
+    verbs: dict[str, Callable[[], object]] = {
+        "put": lambda: store.put_many(TINY, writes(range(5000, 5050), TINY)),
+        "get": lambda: get(store, range(0, 300, 10), TINY),
+        "contains": lambda: store.contains_many(TINY, keys(range(0, 300, 10))),
+        "scan": lambda: list(store.scan(TINY)),
+        "usage": store.usage,
+        "namespaces": store.namespaces,
+        "touch": lambda: store.touch_many(TINY, keys(range(300))),
+        "delete": lambda: store.delete_many(TINY, keys(range(20))),
+        "close": store.close,
+    }
+    for name, verb in verbs.items():
+        try:
+            verb()
+        except TierUnavailable as error:
+            said.append(f"{name}: {error}")
+    return said
+
+
+class TestDamagedCatalogue:
+    def test_whichever_page_it_is_errors_are_ours_and_say_what_to_do(
+        self, scheme: str, root: Path, tmp_path: Path, fresh_process: Executor
+    ) -> None:
+        path = tmp_path / "whole"
+        with open_store(f"{scheme}://{path}") as store:
+            store.put_many(TINY, writes(range(300), TINY))
+        pages = catalogue_of(path).stat().st_size // 4096
+        met = 0
+        for page in range(2, pages, max(1, pages // 25)):
+            shutil.rmtree(root, ignore_errors=True)
+            shutil.copytree(path, root)
+            with catalogue_of(root).open("r+b") as file:
+                os.pwrite(file.fileno(), b"\xff" * 4096, page * 4096)
+            said = fresh_process.submit(use, f"{scheme}://{root}").result()
+            met += bool(said)
+            assert not [text for text in said if "owner" in text or "close" in text]
+            if scheme == "lmdb":
+                assert all("emove the" in text for text in said)
+                continue
+            assert all("no block is lost" in text for text in said), said
+            again = fresh_process.submit(use, f"{scheme}://{root}").result()
+            assert again == []
+        assert met or scheme == "file"
+
+    def test_what_opening_a_file_tier_finds_damaged_it_makes_anew(self, root: Path) -> None:
+        with open_store(f"file://{root}") as store:
+            store.put_many(SPACE, writes(range(10)))
+        with catalogue_of(root).open("r+b") as file:
+            for page in range(2, os.fstat(file.fileno()).st_size // 4096):
+                os.pwrite(file.fileno(), b"\xff" * 4096, page * 4096)
+        with pytest.raises(StoreDamagedError, match=r"remove .*/\.kvstore/catalogue .*no block is lost"):
+            open_store(f"file://{root}", readonly=True)
+        with open_store(f"file://{root}") as store:
+            assert "made anew" in store.capabilities.notes[-1]
+            assert get(store, range(10)) == [HIT] * 10

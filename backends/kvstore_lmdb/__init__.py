@@ -189,6 +189,8 @@ class LMDBStore(BlockStore):
             with tier.presence.closing() as last:
                 with suppress(OSError, lmdb.Error):  # notes of use are no loss to fail for
                     tier.catalog.settle()
+                if tier.environment.damaged:
+                    tier.presence.distrust()
                 if last:
                     tier.environment.sync()
                 tier.environment.close()

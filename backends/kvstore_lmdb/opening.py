@@ -174,6 +174,7 @@ def _open_environment(url: TierURL, directory: Path, map_size: int) -> Environme
         readahead=True,
         mode=url.option(MODE),
         map_size=map_size,
+        remedy=f"Remove the tier ({directory}): its blocks have to be computed again",
     )
 
 

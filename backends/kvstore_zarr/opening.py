@@ -10,6 +10,8 @@ import os
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
+import lmdb
+
 from kvstore.catalog import DATABASES, Catalog
 from kvstore.environment import Environment, check_filesystem, damage
 from kvstore.errors import (
@@ -41,6 +43,12 @@ LEAST_CAPACITY = 1 << 20
 """A tier's own records take about 400 KiB before the first block."""
 
 
+_REMEDY = (
+    "Open the tier alone and without readonly=true, or remove {catalogue} while nobody uses it: no block is lost, the"
+    " next opening finds them again"
+)
+
+
 def open_tier(url: TierURL) -> tuple[LocalTier, str | None]:
     """The tier at `url`, made where nothing is, and why its I/O is not direct, if so. Raises a `StoreOpenError`."""
     root = local_path(url)
@@ -52,7 +60,16 @@ def open_tier(url: TierURL) -> tuple[LocalTier, str | None]:
                 make_folder(folder, url.option(MODE))
         check_filesystem(root)
         with Presence.opening(root / INNER, readonly=url.option(READONLY), mode=url.option(MODE)) as presence:
-            return _open_parts(url, root, presence)
+            must_rebuild = _must_rebuild(root / CATALOGUE, presence)
+            try:
+                return _open_parts(url, root, presence, must_rebuild=must_rebuild)
+            except StoreDamagedError as error:
+                if presence.readonly or not presence.alone:
+                    raise
+                _discard_catalogue(root / CATALOGUE, presence)
+                tier, reason = _open_parts(url, root, presence, must_rebuild=True)
+                tier.remark(f"its catalogue was made anew from the blocks ({error})")
+                return tier, reason
 
 
 def close_tier(tier: LocalTier) -> None:
@@ -60,9 +77,11 @@ def close_tier(tier: LocalTier) -> None:
     try:
         with tier.presence.closing() as last:
             if not tier.readonly:
-                with suppress(OSError):  # a full disk: what stays unsettled is done by the next one to open
+                with suppress(OSError, lmdb.Error):  # a full disk: what stays unsettled is done by the next one to open
                     tier.catalog.settle()
                     reclaim(tier)
+            if tier.environment.damaged:
+                tier.presence.distrust()
             if last:
                 tier.environment.sync()
     finally:
@@ -95,12 +114,13 @@ def _check_location(root: Path, url: TierURL) -> None:
         )
 
 
-def _open_parts(url: TierURL, root: Path, presence: Presence) -> tuple[LocalTier, str | None]:
+def _open_parts(url: TierURL, root: Path, presence: Presence, *, must_rebuild: bool) -> tuple[LocalTier, str | None]:
     readonly, mode = url.option(READONLY), url.option(MODE)
-    must_rebuild = _must_rebuild(root / CATALOGUE, presence)
     with ExitStack() as undo:
         names = (*DATABASES, FOLDERS_DATABASE)
-        environment = Environment.open(root / CATALOGUE, names, readonly=readonly, mode=mode)
+        environment = Environment.open(
+            root / CATALOGUE, names, readonly=readonly, mode=mode, remedy=_REMEDY.format(catalogue=root / CATALOGUE)
+        )
         undo.callback(environment.close)
         catalog = Catalog(environment)
         wanted = url.option(CAPACITY)
@@ -147,13 +167,19 @@ def _must_rebuild(catalogue: Path, presence: Presence) -> bool:
     problem = damage(catalogue, thorough=suspect)
     if presence.readonly or not presence.alone:
         if problem is not None:
-            raise StoreDamagedError(f"{problem}: open the tier alone and without readonly=true, and it is rebuilt")
+            raise StoreDamagedError(
+                f"{problem}: open the tier alone and without readonly=true, and it is rebuilt. No block is lost"
+            )
         return False
     if problem is not None:
-        presence.mark(State.REBUILDING)
-        for name in ("data.mdb", "lock.mdb"):
-            (catalogue / name).unlink(missing_ok=True)
+        _discard_catalogue(catalogue, presence)
     return suspect or not (catalogue / "data.mdb").exists()
+
+
+def _discard_catalogue(catalogue: Path, presence: Presence) -> None:
+    presence.mark(State.REBUILDING)
+    for name in ("data.mdb", "lock.mdb"):
+        (catalogue / name).unlink(missing_ok=True)
 
 
 def _bring_in_order(tier: LocalTier, *, must_rebuild: bool) -> None:
