@@ -69,6 +69,13 @@ class LifetimeTests(StoreHooks):
         store.close()
         assert refuses(store) == verbs_of(store)
 
+    @pytest.mark.parametrize("verb", ["contains_many", "put_many", "get_many_into", "delete_many"])
+    def test_a_closed_store_refuses_an_empty_batch_too(self, url: str, verb: str) -> None:
+        store = open_store(url)
+        store.close()
+        with pytest.raises(StoreClosedError):
+            getattr(store, verb)(SPACE, [])
+
     def test_leaving_the_context_closes(self, url: str) -> None:
         with open_store(url) as store:
             assert refuses(store) == []
