@@ -145,14 +145,25 @@ def _text(url: object) -> str:
         raise InvalidURLError(
             f"a tier URL is text such as 'file:///mnt/nvme/kv', not {type(url).__name__} (a Path has as_uri())"
         )
+    if any("\ud800" <= letter <= "\udfff" for letter in url):
+        raise InvalidURLError(f"{_redact(url)!r} is no Unicode text: a location whose name is not UTF-8 has no URL")
     return url
 
 
 def _not_a_url(text: str) -> str:
-    hint = ""
-    if "://" not in text and not {"@", "?"} & set(text):
-        hint = f'; for a local folder write "file://{quote(str(Path(text).absolute()))}"'
-    return f"{_redact(text)!r} is not a tier URL: scheme://location[?options], the scheme in lower case{hint}"
+    return f"{_redact(text)!r} is not a tier URL: scheme://location[?options], the scheme in lower case{_instead(text)}"
+
+
+def _instead(text: str) -> str:
+    """What was probably meant; nothing where that could show a password."""
+    scheme, found, rest = text.partition(":")
+    if found and rest.startswith("//") and _URL.fullmatch(f"{scheme.lower()}://"):
+        return f'; write "{scheme.lower()}://" instead of "{scheme}://"'
+    if "://" in text or {"@", "?"} & set(text):
+        return ""
+    if found and rest.startswith("/") and _URL.fullmatch(f"{scheme}://"):
+        return f'; write "{scheme}://{quote(rest)}" with three slashes'
+    return f'; for a local folder write "file://{quote(str(Path(text).expanduser().absolute()))}"'
 
 
 def _split_location(scheme: str, head: str) -> tuple[str | None, str]:
@@ -168,7 +179,9 @@ def _split_location(scheme: str, head: str) -> tuple[str | None, str]:
     try:
         location = unquote(host + slash + path, errors="strict")
     except UnicodeDecodeError:
-        raise InvalidURLError(f"{scheme}://{_redact(head)}: the percent-encoded bytes are not UTF-8") from None
+        raise InvalidURLError(
+            f"{scheme}://{_redact(head)}: the percent-encoded bytes are not UTF-8 (a % that means itself is %25)"
+        ) from None
     if "\0" in location:
         raise InvalidURLError(f"{scheme}://{_redact(head)}: a location cannot have a NUL byte (%00)")
     return (userinfo if at else None), location
@@ -179,7 +192,10 @@ def _split_query(url: TierURL, query: str) -> dict[str, Any]:
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True, errors="strict") if query else []
     except ValueError:
-        raise InvalidURLError(f"{url}: options are written name=value, joined by &, in percent-encoded UTF-8") from None
+        raise InvalidURLError(
+            f"{url}: what follows the ? are options, written name=value, joined by &, in percent-encoded UTF-8 (a ?"
+            " that is part of the location is %3F)"
+        ) from None
     for name, value in pairs:
         options = _merged(options, {name: value})
     return options
@@ -322,6 +338,14 @@ def local_path(url: TierURL) -> Path:
     if not url.location.startswith("/"):
         raise InvalidURLError(
             f"{url}: a local tier is written with three slashes and an absolute path, such as"
-            f" {url.scheme}://{Path('/', url.location)}"
+            f" {url.scheme}://{quote(str(_meant(url.location)))}"
         )
     return Path(url.location)
+
+
+def _meant(location: str) -> Path:
+    """The path behind a location that has none: this machine's name is left out, the home folder is put in."""
+    host, _, path = location.partition("/")
+    if host == "~":
+        return Path.home() / path
+    return Path("/", path if host in ("localhost", "127.0.0.1", "[::1]") else location)

@@ -16,7 +16,7 @@ from kvstore.errors import (
     InvalidURLError,
     UnknownOptionError,
 )
-from kvstore.url import CAPACITY, DURABILITY, IO, MODE, READONLY, Capacity, Option, local_path, parse_size
+from kvstore.url import CAPACITY, DURABILITY, IO, MODE, READONLY, Capacity, Option, format_size, local_path, parse_size
 
 SHARED = (CAPACITY, DURABILITY, IO, READONLY, MODE)
 SECRET = "hunter2"
@@ -62,8 +62,13 @@ def test_a_chained_scheme_and_a_port_are_part_of_the_url() -> None:
         ("", "not a tier URL"),
         ("kv", "file:///"),
         ("/mnt/nvme/kv", "file:///mnt/nvme/kv"),
-        ("file:/mnt/kv", "not a tier URL"),
-        ("FILE:///kv", "lower case"),
+        ("file:/mnt/kv", 'write "file:///mnt/kv" with three slashes'),
+        ("lmdb:/mnt/my kv", 'write "lmdb:///mnt/my%20kv" with three slashes'),
+        ("FILE:///kv", 'write "file://" instead of "FILE://"'),
+        ("~/kv", f'write "file://{Path.home()}/kv"'),
+        ("file:///per%cent", "% that means itself is %25"),
+        ("file:///what?/kv", r"a \? that is part of the location is %3F"),
+        ("file:///\udcff", "not UTF-8"),
         ("file+://kv", "not a tier URL"),
         ("://kv", "not a tier URL"),
         ("file:///kv?capacity", "name=value"),
@@ -88,6 +93,19 @@ def test_what_is_not_text_is_refused(given: Any) -> None:
 @pytest.mark.parametrize("text", ["file://host/kv", "file://kv", "lmdb://", "file://./kv"])
 def test_a_local_tier_needs_an_absolute_path_and_no_host(text: str) -> None:
     with pytest.raises(InvalidURLError, match=r"three slashes .* (file|lmdb):///"):
+        local_path(TierURL.parse(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("file://localhost/tmp/kv", "/tmp/kv"),
+        ("file://~/kv", f"{Path.home()}/kv"),
+        ("lmdb://mnt/my%20kv", "/mnt/my%20kv"),
+    ],
+)
+def test_what_to_write_for_a_local_tier_is_what_was_meant(text: str, path: str) -> None:
+    with pytest.raises(InvalidURLError, match=f"such as {text.partition(':')[0]}://{path}$"):
         local_path(TierURL.parse(text))
 
 
@@ -159,6 +177,18 @@ def test_a_bad_value_is_refused_with_what_is_expected(option: Option[Any], given
 )
 def test_sizes_are_read_in_decimal_and_binary_units(text: Any, nbytes: int) -> None:
     assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "shown", "exact"),
+    [
+        (999, "999 B", "999 B"),
+        (1_500_000, "1.5 MB", "1.5 MB (1500000 bytes)"),
+        (2e18, "2000.0 PB", f"2000.0 PB ({2 * 10**18} bytes)"),
+    ],
+)
+def test_sizes_are_shown_to_people(nbytes: float, shown: str, exact: str) -> None:
+    assert (format_size(nbytes), format_size(nbytes, exact=True)) == (shown, exact)
 
 
 def test_sizes_are_exact_however_large() -> None:
