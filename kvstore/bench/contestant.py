@@ -9,6 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
+from kvstore.bench.signals import uninterrupted
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
@@ -62,4 +64,5 @@ class Contestant(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        with uninterrupted():
+            self.close()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvstore.bench.contestant import Contestant
 from kvstore.bench.footprint import Footprint
+from kvstore.bench.signals import uninterrupted
 from kvstore.errors import ConfigurationError, InvalidOptionError, StoreNotFoundError, TierUnavailable
 from kvstore.layout import BlockLayout
 from kvstore.namespace import Namespace
@@ -82,9 +83,9 @@ class TierUnderTest(Contestant):
     def cool(self) -> None:
         # Pages that are mapped stay in memory whatever is dropped; closing unmaps them.
         if self.persistent:
-            store, self._store = self._open(), None
-            store.close()
-            self._store = open_store(self._url)
+            with uninterrupted():
+                self._open().close()
+                self._store = open_store(self._url)
 
     def files(self) -> list[Path]:
         path = Path(self._url.location)
@@ -93,8 +94,8 @@ class TierUnderTest(Contestant):
     def close(self) -> None:
         if self._closed:
             return
-        self._closed, store, self._store = True, self._store, None
-        with store or open_store(self._url) as store:  # none where it was interrupted while it cooled
+        self._closed, store, self._store = True, self._open(), None
+        with store:
             self._clear_own(store)
             mode = store.url.option(MODE)
         if self._footprint is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvstore.bench import Figure, RawFiles, TierUnderTest, Workload, race
+from kvstore.bench import Figure, RawFiles, TierUnderTest, Workload, race, uninterrupted
 from kvstore.cli._common import emit_json, json_option, open_to_inspect, print_table, progress
 from kvstore.errors import CapacityMismatchError
 from kvstore.url import TierURL, format_size, parse_size
@@ -77,8 +77,9 @@ def bench(
     with progress("measuring", len(block_bytes) * rounds * 4) as advance, _capacity_explained(tier):
         for nbytes in block_bytes:
             with ExitStack() as stack:
-                store = stack.enter_context(TierUnderTest(tier, nbytes, total, own_name))
-                raw = stack.enter_context(RawFiles(scratch or _beside(tier, notes), nbytes))
+                with uninterrupted():
+                    store = stack.enter_context(TierUnderTest(tier, nbytes, total, own_name))
+                    raw = stack.enter_context(RawFiles(scratch or _beside(tier, notes), nbytes))
                 load = Workload.of(
                     block_bytes=nbytes, total=total, threads=threads, batch_bytes=store.batch_bytes, rounds=rounds
                 )
