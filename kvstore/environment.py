@@ -35,6 +35,7 @@ from kvstore.errors import (
     StoreOpenError,
 )
 from kvstore.lmdb_files import PAGE, check_filesystem, damage, filesystem_of
+from kvstore.presence import permit
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -367,7 +368,8 @@ def _make_ready(directory: Path, *, readonly: bool, mode: int, remedy: str) -> N
     try:
         descriptor = os.open(directory / "lock.mdb", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
         try:
-            _widen(descriptor, mode)
+            if not readonly:
+                permit(descriptor, mode)
             os.posix_fallocate(descriptor, 0, LOCK_BYTES)
         finally:
             os.close(descriptor)
@@ -376,13 +378,6 @@ def _make_ready(directory: Path, *, readonly: bool, mode: int, remedy: str) -> N
             return  # LMDB goes without locks there: nobody can write
         kind = StoreFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreAccessError
         raise kind(f"{directory / 'lock.mdb'}: {error.strerror}") from error
-
-
-def _widen(file: int | Path, mode: int) -> None:
-    """Give a file of ours exactly `mode`: the umask has narrowed what it was created with."""
-    status = os.stat(file)  # noqa: PTH116 - a descriptor or a path
-    if status.st_uid == os.geteuid() and status.st_mode & 0o777 != mode:
-        os.chmod(file, mode)  # noqa: PTH101
 
 
 def _really_open(
@@ -419,7 +414,7 @@ def _really_open(
         env.reader_check()
         databases = _open_databases(env, names, readonly=readonly)
         if not readonly:
-            _widen(directory / "data.mdb", mode)
+            permit(directory / "data.mdb", mode)
     except lmdb.Error as error:
         env.close()
         raise _explained(directory, error, remedy) from error

@@ -26,13 +26,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from kvstore.errors import StoreAccessError, StoreFullError, StoreOpenError
+from kvstore.errors import StoreAccessError, StoreFullError, StoreOpenError, TierUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Generator
     from typing import Self
 
-__all__ = ["GATE_TIMEOUT_S", "PRESENCE_BYTES", "Presence", "State", "explained", "is_presence_file"]
+__all__ = [
+    "GATE_TIMEOUT_S",
+    "PRESENCE_BYTES",
+    "Presence",
+    "State",
+    "explained",
+    "is_presence_file",
+    "mode_of",
+    "permit",
+]
 
 GATE_TIMEOUT_S = 60.0
 """How long an opening waits for another one (which may be rebuilding) before it gives up with an error."""
@@ -74,6 +83,23 @@ def explained(directory: Path) -> Generator[None]:
             remedy = "open it with readonly=true, or mount it writable"
         named = "" if error.filename is None else f" ({os.fsdecode(error.filename)})"
         raise kind(f"{directory} cannot be used as a tier: {error.strerror}{named}: {remedy}") from error
+
+
+def permit(file: int | Path, mode: int) -> None:
+    """Give a file (a descriptor or a path) exactly `mode`, if it is ours: the umask has narrowed what it was made with,
+    and of others' files it is for them to say.
+    """
+    status = os.stat(file)  # noqa: PTH116 - a descriptor or a path
+    if status.st_uid == os.geteuid() and status.st_mode & 0o777 != mode:
+        os.chmod(file, mode)  # noqa: PTH101
+
+
+def mode_of(path: Path) -> int:
+    """The permissions of files in a tier that is there already, from one of its own files or folders; 0600 if none."""
+    try:
+        return path.stat().st_mode & 0o666 | 0o600
+    except (FileNotFoundError, NotADirectoryError):
+        return 0o600
 
 
 def is_presence_file(name: str) -> bool:
@@ -136,10 +162,16 @@ class Presence:
 
         After the body of the last user, `state` says `clean` (or `rebuilding`, see `distrust`); if the body raised, it
         still says `dirty`. The locks are let go and the lease is removed in any case. A second call yields False and
-        does nothing.
+        does nothing; where the directory is gone, nothing is written.
         """
         if "users" not in self._descriptors:
             yield False
+            return
+        if self.gone or not self.directory.exists():  # what stands there now, if anything, is another tier
+            try:
+                yield False
+            finally:
+                self._leave()
             return
         try:
             self._lock("gate")
@@ -149,6 +181,17 @@ class Presence:
                 self.mark(State.REBUILDING if self._distrusted else State.CLEAN)
         finally:
             self._leave()
+
+    @property
+    def gone(self) -> bool:
+        """Whether somebody removed the directory from under us: our own files have no name any more. One fstat."""
+        descriptor = self._descriptors.get("lease", self._descriptors.get("users"))
+        return descriptor is not None and not os.fstat(descriptor).st_nlink
+
+    def check(self) -> None:
+        """Raise `TierUnavailable` if the directory was removed (`gone`)."""
+        if self.gone:
+            raise TierUnavailable(f"{self.directory} was removed while it was open here: close it and open it again")
 
     def distrust(self) -> None:
         """The tier's records were found damaged: the last user to leave does not call them clean, and the next one to
@@ -176,7 +219,7 @@ class Presence:
     def _write(self, path: Path, line: str, flags: int) -> None:
         descriptor = os.open(path, os.O_WRONLY | flags | os.O_CLOEXEC, self._mode)
         try:
-            self._widen(descriptor)
+            permit(descriptor, self._mode)
             os.write(descriptor, line.ljust(_LINE_BYTES - 1).encode("ascii") + b"\n")
             os.fsync(descriptor)
         finally:
@@ -215,7 +258,7 @@ class Presence:
                 self.mark(State.DIRTY)
         temporary = self.directory / f"{_NEW}{self.lease.hex()}"
         self._descriptors["lease"] = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._mode)
-        self._widen(self._descriptors["lease"])
+        permit(self._descriptors["lease"], self._mode)
         fcntl.flock(self._descriptors["lease"], fcntl.LOCK_EX)
         temporary.rename(self.directory / f"{_LEASE}{self.lease.hex()}")
 
@@ -236,14 +279,8 @@ class Presence:
             return None
         self._descriptors[name] = descriptor
         if not self.readonly:
-            self._widen(descriptor)
+            permit(descriptor, self._mode)
         return descriptor
-
-    def _widen(self, descriptor: int) -> None:
-        """Give a file of ours exactly `mode`: the umask has narrowed what it was created with."""
-        status = os.fstat(descriptor)
-        if status.st_uid == os.geteuid() and status.st_mode & 0o777 != self._mode:
-            os.fchmod(descriptor, self._mode)
 
     def _lock(self, name: str) -> None:
         descriptor = self._open(name)

@@ -6,6 +6,8 @@ import logging
 import os
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -325,7 +327,7 @@ class TestDamagedCatalogue:
             store.put_many(TINY, writes(range(300), TINY))
         pages = catalogue_of(path).stat().st_size // 4096
         met = 0
-        for page in range(2, pages, max(1, pages // 25)):
+        for page in range(2, pages, max(1, pages // 8)):
             shutil.rmtree(root, ignore_errors=True)
             shutil.copytree(path, root)
             with catalogue_of(root).open("r+b") as file:
@@ -352,3 +354,102 @@ class TestDamagedCatalogue:
         with open_store(f"file://{root}") as store:
             assert "made anew" in store.capabilities.notes[-1]
             assert get(store, range(10)) == [HIT] * 10
+
+
+def as_user(uid: int, url: str, numbers: range, umask: int = 0o077) -> None:
+    """Open, put, read and close in a process of that user."""
+    source = f"""
+import kvstore, os, tempfile
+from kvstore.testing.supply import SPACE, get, writes
+with tempfile.TemporaryDirectory() as folder, kvstore.open_store({url!r}.split(":")[0] + "://" + folder + "/t") as store:
+    store.put_many(SPACE, writes([1])), get(store, [1])  # imports all that the user below may not be able to read
+os.umask({umask}); os.setgroups([]); os.setresgid({uid}, {uid}, {uid}); os.setresuid({uid}, {uid}, {uid})
+with kvstore.open_store({url!r}) as store:
+    print([outcome.name for outcome in store.put_many(SPACE, writes(range({numbers.start}, {numbers.stop})))])
+    print([outcome.name for outcome in get(store, range({numbers.stop}))])
+    print(store.delete_many(SPACE, [writes([0])[0].key]), store.put_many(SPACE, writes([0]))[0].name)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", source], env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.stdout.splitlines() == [
+        str(["STORED"] * len(numbers)),
+        str(["HIT"] * numbers.stop),
+        "[True] STORED",
+    ], done.stderr
+
+
+@pytest.fixture
+def open_parents(tmp_path: Path) -> Path:
+    folder = tmp_path
+    while folder != folder.parent and not folder.stat().st_mode & 0o001:
+        folder.chmod(folder.stat().st_mode | 0o055)
+        folder = folder.parent
+    return tmp_path
+
+
+class TestTwoUsers:
+    @pytest.mark.parametrize("mode", ["0666", "0600"])
+    @pytest.mark.parametrize("umask", [0o022, 0o077, 0])
+    def test_everything_has_exactly_the_mode_that_was_asked_for(
+        self, scheme: str, root: Path, mode: str, umask: int
+    ) -> None:
+        before = os.umask(umask)
+        try:
+            with open_store(f"{scheme}://{root}?mode={mode}") as store:
+                store.put_many(SPACE, writes(range(3)))
+                found = [root, *root.rglob("*")]
+                modes = {path.is_dir(): path.stat().st_mode & 0o777 for path in found}
+                assert {path.stat().st_mode & 0o777 for path in found} == set(modes.values())
+        finally:
+            os.umask(before)
+        assert modes == {True: 0o777 if mode == "0666" else 0o700, False: int(mode, 8)}
+
+    def test_who_may_write_need_not_own_and_an_opening_without_mode_shuts_nobody_out(
+        self, scheme: str, open_parents: Path
+    ) -> None:
+        if os.geteuid() != 0:
+            pytest.skip("two users take root")
+        shared = open_parents / "shared"
+        shared.mkdir()
+        shared.chmod(0o777)
+        url = f"{scheme}://{shared}/tier"
+        as_user(65533, f"{url}?mode=0666", range(5))
+        as_user(65532, f"{url}?mode=0666", range(5, 10))
+        as_user(65533, url, range(10, 15))
+        as_user(65532, url, range(15, 20))
+        as_user(65533, f"{url}?capacity=16MB", range(20, 25))
+        as_user(65532, url, range(25, 30))
+
+
+class TestRemovedWhileOpen:
+    @pytest.mark.parametrize("readonly", [False, True])
+    @pytest.mark.parametrize("again", [False, True], ids=["gone", "and another tier made there"])
+    def test_every_verb_says_so_and_close_ends_well(
+        self, scheme: str, root: Path, stranger: Executor, readonly: bool, again: bool
+    ) -> None:
+        with open_store(f"{scheme}://{root}") as store:
+            store.put_many(SPACE, writes(range(3)))
+        store = open_store(f"{scheme}://{root}", readonly=readonly)
+        shutil.rmtree(root)
+        if again:
+            assert stranger.submit(use, f"{scheme}://{root}").result() == []
+            before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+        verbs: list[Callable[[], object]] = [
+            lambda: store.put_many(SPACE, writes([1])),
+            lambda: get(store, [1]),
+            lambda: store.contains_many(SPACE, keys([1])),
+            lambda: list(store.scan(SPACE)),
+            store.usage,
+            store.namespaces,
+            lambda: store.delete_many(SPACE, keys([1])),
+        ]
+        for verb in verbs[:-1] if readonly else verbs:
+            with pytest.raises(TierUnavailable, match="open it again"):
+                verb()
+        store.close()
+        assert root.exists() == again
+        if again:
+            assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
+            assert stranger.submit(use, f"{scheme}://{root}").result() == []

@@ -119,7 +119,9 @@ class LMDBStore(BlockStore):
         self._tier.environment.ensure_open()
         now = time.time_ns()
         if not self._readonly:
-            for chunk in _chunks(staged, self._space().chunk):
+            with self._telling():
+                chunk_bytes = self._space().chunk
+            for chunk in _chunks(staged, chunk_bytes):
                 with self._telling():
                     stored = self._put(namespace, chunk, now)
                 for member, outcome in zip(chunk, stored, strict=True):
@@ -170,7 +172,7 @@ class LMDBStore(BlockStore):
     def usage(self) -> Usage:
         with self._telling(), self._tier.catalog.read() as snapshot:
             totals = snapshot.totals()
-        overhead = max(0, _occupied(self._tier.directory) - totals.used)
+            overhead = max(0, _occupied(self._tier.directory) - totals.used)
         return Usage(totals.blocks, totals.used, totals.reserved, overhead, totals.capacity)
 
     def touch_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
@@ -208,6 +210,7 @@ class LMDBStore(BlockStore):
     def _telling(self) -> Generator[None]:
         """What LMDB or the device cannot do becomes `TierUnavailable`."""
         try:
+            self._tier.presence.check()
             yield
         except (TierUnavailable, StoreClosedError):
             raise

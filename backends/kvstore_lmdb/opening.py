@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvstore.catalog import DATABASES, Catalog, stored_capacity
 from kvstore.environment import PAGE, Environment, check_filesystem, damage
 from kvstore.errors import NotAStoreError, StoreDamagedError, StoreFullError, StoreNotFoundError
-from kvstore.presence import Presence, State, explained, is_presence_file
+from kvstore.presence import Presence, State, explained, is_presence_file, mode_of
 from kvstore.url import CAPACITY, DURABILITY, MODE, READONLY, TierURL, local_path
 from kvstore_lmdb.space import SMALLEST_CAPACITY, Space
 
@@ -47,9 +47,10 @@ class Tier:
 
 def open_tier(url: TierURL) -> Tier:
     """Open the tier that `url` names. Raises a `StoreOpenError`; then nothing stays open."""
-    directory, readonly, mode = local_path(url), url.option(READONLY), url.option(MODE)
+    directory, readonly = local_path(url), url.option(READONLY)
     wanted = _wanted_capacity(url, directory)
     with explained(directory):
+        mode = url.option(MODE) if MODE.name in url.raw_options else mode_of(directory / "gate")
         _make_directory(directory, readonly=readonly, mode=mode)
         check_filesystem(directory)
     with Presence.opening(directory, readonly=readonly, mode=mode) as presence:
@@ -62,8 +63,8 @@ def open_tier(url: TierURL) -> Tier:
         agreed = wanted if stored is None or (wanted and presence.alone and not readonly) else stored
         space = Space(agreed or None)
         if presence.alone and not readonly:
-            _shrink(presence, space)
-        environment = _open_environment(url, directory, space.map_size)
+            _shrink(presence, space, mode)
+        environment = _open_environment(url, directory, space.map_size, mode)
         try:
             catalog = Catalog(environment)
             catalog.prepare(wanted, alone=presence.alone)
@@ -165,20 +166,20 @@ def _repair(presence: Presence) -> tuple[str, ...]:
     return (note,)
 
 
-def _open_environment(url: TierURL, directory: Path, map_size: int) -> Environment:
+def _open_environment(url: TierURL, directory: Path, map_size: int, mode: int) -> Environment:
     return Environment.open(
         directory,
         NAMES,
         readonly=url.option(READONLY),
         sync=url.option(DURABILITY) == "fsync",
         readahead=True,
-        mode=url.option(MODE),
+        mode=mode,
         map_size=map_size,
         remedy=f"Remove the tier ({directory}): its blocks have to be computed again",
     )
 
 
-def _shrink(presence: Presence, space: Space) -> None:
+def _shrink(presence: Presence, space: Space, mode: int) -> None:
     """Where the cap was lowered below the data file: evict, and write what is left to a new, smaller file.
 
     Only for who is alone. The old file stays in use until the new one is complete, so both are there for a while.
@@ -186,7 +187,7 @@ def _shrink(presence: Presence, space: Space) -> None:
     path = presence.directory / "data.mdb"
     if not path.exists() or path.stat().st_size <= space.map_size:
         return
-    environment = Environment.open(presence.directory, NAMES, readahead=True)
+    environment = Environment.open(presence.directory, NAMES, readahead=True, mode=mode)
     try:
         catalog = Catalog(environment)
         catalog.prepare(space.capacity, alone=True)

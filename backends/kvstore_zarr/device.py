@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.errors import StoreAccessError
+from kvstore.presence import permit
 from kvstore_zarr.format import PAGE
 
 if TYPE_CHECKING:
@@ -168,8 +169,7 @@ class BlockDevice:
     def create(self, path: str, mode: int) -> int:
         """A descriptor of the new file `path`. Raises FileExistsError and whatever open(2) says."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | self._flags, mode)
-        if mode & 0o077:
-            os.fchmod(fd, mode)  # not left to the umask: the option says who may read
+        permit(fd, mode)  # not left to the umask: the option says who may read
         return fd
 
     def open(self, path: str, *, writable: bool = False) -> int:

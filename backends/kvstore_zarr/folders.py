@@ -11,6 +11,7 @@ import os
 import struct
 from typing import TYPE_CHECKING
 
+from kvstore.presence import permit
 from kvstore_zarr.format import PAGE
 from kvstore_zarr.metadata import METADATA_NAME
 
@@ -47,9 +48,10 @@ def occupied(path: str | Path) -> int:
 
 def make_folder(path: Path, mode: int) -> None:
     """Make the directory `path`, unless it is there, with the search bits that go with the file permissions `mode`."""
+    new = not path.is_dir()
     path.mkdir(mode=0o700, exist_ok=True)
-    if mode & 0o077:
-        path.chmod(mode | (mode & 0o444) >> 2)  # not left to the umask: the option says who may read
+    if new or mode & 0o077:
+        permit(path, mode | (mode & 0o444) >> 2)  # not left to the umask: the option says who may read
 
 
 class Folders:
@@ -88,6 +90,7 @@ class Folders:
         make_folder(document.parent, self._mode)
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, self._mode)
         try:
+            permit(fd, self._mode)
             os.write(fd, text)
         finally:
             os.close(fd)

@@ -17,6 +17,8 @@ import struct
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from kvstore.presence import permit
+
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
     from pathlib import Path
@@ -43,6 +45,7 @@ class NameLocks:
         """
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._mode)
         try:
+            permit(fd, self._mode)
             for offset in sorted({int.from_bytes(address[-8:], "big") % _OFFSETS for address in addresses}):
                 fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0))
             yield

@@ -22,7 +22,7 @@ from kvstore.errors import (
     StoreOpenError,
 )
 from kvstore.namespace import FINGERPRINT_BYTES
-from kvstore.presence import Presence, State, explained
+from kvstore.presence import Presence, State, explained, mode_of
 from kvstore.url import CAPACITY, DURABILITY, IO, MODE, READONLY, TierURL, local_path
 from kvstore_zarr.device import BlockDevice
 from kvstore_zarr.folders import FOLDERS_DATABASE, Folders, make_folder, occupied
@@ -54,20 +54,21 @@ def open_tier(url: TierURL) -> tuple[LocalTier, str | None]:
     root = local_path(url)
     with _explaining(root):
         _check_location(root, url)
+        mode = url.option(MODE) if MODE.name in url.raw_options else mode_of(root / INNER)
         if not url.option(READONLY):
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             for folder in (root, root / INNER, root / CATALOGUE, root / DRAFTS):
-                make_folder(folder, url.option(MODE))
+                make_folder(folder, mode)
         check_filesystem(root)
-        with Presence.opening(root / INNER, readonly=url.option(READONLY), mode=url.option(MODE)) as presence:
+        with Presence.opening(root / INNER, readonly=url.option(READONLY), mode=mode) as presence:
             must_rebuild = _must_rebuild(root / CATALOGUE, presence)
             try:
-                return _open_parts(url, root, presence, must_rebuild=must_rebuild)
+                return _open_parts(url, root, presence, mode, must_rebuild=must_rebuild)
             except StoreDamagedError as error:
                 if presence.readonly or not presence.alone:
                     raise
                 _discard_catalogue(root / CATALOGUE, presence)
-                tier, reason = _open_parts(url, root, presence, must_rebuild=True)
+                tier, reason = _open_parts(url, root, presence, mode, must_rebuild=True)
                 tier.remark(f"its catalogue was made anew from the blocks ({error})")
                 return tier, reason
 
@@ -114,8 +115,10 @@ def _check_location(root: Path, url: TierURL) -> None:
         )
 
 
-def _open_parts(url: TierURL, root: Path, presence: Presence, *, must_rebuild: bool) -> tuple[LocalTier, str | None]:
-    readonly, mode = url.option(READONLY), url.option(MODE)
+def _open_parts(
+    url: TierURL, root: Path, presence: Presence, mode: int, *, must_rebuild: bool
+) -> tuple[LocalTier, str | None]:
+    readonly = url.option(READONLY)
     with ExitStack() as undo:
         names = (*DATABASES, FOLDERS_DATABASE)
         environment = Environment.open(

@@ -129,6 +129,7 @@ class LocalZarrStore(BlockStore):
                 raise StoreClosedError(f"{self.url} was closed: open it again")
             self._active += 1
         try:
+            self._tier.presence.check()
             yield self._tier
         except (OSError, lmdb.Error) as error:
             if isinstance(error, TierUnavailable):
