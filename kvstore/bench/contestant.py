@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
-from kvstore.bench.signals import uninterrupted
+from kvstore.interrupts import uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvstore.bench.contestant import Contestant
 from kvstore.bench.footprint import Footprint
-from kvstore.bench.signals import uninterrupted
 from kvstore.errors import ConfigurationError, InvalidOptionError, StoreNotFoundError, TierUnavailable
+from kvstore.interrupts import uninterrupted
 from kvstore.layout import BlockLayout
 from kvstore.namespace import Namespace
 from kvstore.registry import backend_class, open_store

