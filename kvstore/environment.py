@@ -377,7 +377,13 @@ def _make_ready(directory: Path, *, readonly: bool, mode: int, remedy: str) -> N
         if error.errno == errno.EROFS and readonly:
             return  # LMDB goes without locks there: nobody can write
         kind = StoreFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreAccessError
-        raise kind(f"{directory / 'lock.mdb'}: {error.strerror}") from error
+        remedy = "make room" if kind is StoreFullError else "check owner and permissions"
+        if error.errno in (errno.EACCES, errno.EPERM):
+            remedy = (
+                "whoever reads must be able to write this one file, LMDB's table of readers: let the tier's owner open"
+                " it with mode=0660 or mode=0666"
+            )
+        raise kind(f"{directory / 'lock.mdb'}: {error.strerror}: {remedy}") from error
 
 
 def _really_open(
@@ -446,4 +452,9 @@ def _explained(directory: Path, error: lmdb.Error, remedy: str) -> StoreOpenErro
         return StoreFullError(f"{directory}: no room to open the environment ({error}): make room, or raise the cap")
     if isinstance(error, (lmdb.VersionMismatchError, *_DAMAGE)):
         return StoreDamagedError(f"{directory}: {error}. {remedy}")
+    if isinstance(error, lmdb.MemoryError):
+        return StoreAccessError(
+            f"{directory}: no address space for LMDB's map, 16 TiB of it unless the tier has a capacity (no memory is"
+            f" taken; {error}): raise `ulimit -v` to unlimited, give the tier a capacity, or open fewer tiers at once"
+        )
     return StoreAccessError(f"{directory}: LMDB cannot open it: {error}")

@@ -68,6 +68,15 @@ class State(enum.Enum):
     """Its records were being written anew and that did not end: they are incomplete."""
 
 
+_REMEDIES = {
+    errno.EACCES: "check owner, permissions and mount",
+    errno.EPERM: "check owner, permissions and mount",
+    errno.EROFS: "open it with readonly=true, or mount it writable",
+    errno.EMFILE: "this process has too many files open (ulimit -n)",
+    errno.ENAMETOOLONG: "choose a shorter path",
+}
+
+
 @contextmanager
 def explained(directory: Path) -> Generator[None]:
     """Turns an `OSError` about the tier at `directory` into the `StoreOpenError` that says what to do about it."""
@@ -75,12 +84,15 @@ def explained(directory: Path) -> Generator[None]:
         yield
     except StoreOpenError:
         raise
+    except UnicodeEncodeError as error:
+        raise StoreAccessError(
+            f"{str(directory)!a} cannot be said in this process's file system encoding, {error.encoding}: set"
+            " LC_ALL=C.UTF-8 or PYTHONUTF8=1"
+        ) from error
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         kind = StoreFullError if full else StoreAccessError
-        remedy = "make room" if full else "check owner, permissions and mount"
-        if error.errno == errno.EROFS:
-            remedy = "open it with readonly=true, or mount it writable"
+        remedy = "make room" if full else _REMEDIES.get(error.errno or 0, "look at its device and mount")
         named = "" if error.filename is None else f" ({os.fsdecode(error.filename)})"
         raise kind(f"{directory} cannot be used as a tier: {error.strerror}{named}: {remedy}") from error
 

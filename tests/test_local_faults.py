@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore import BlockLayout, GetOutcome, Namespace, PutOutcome, open_store
-from kvstore.errors import NewerFormatError, StoreDamagedError, StoreFullError, TierUnavailable
+from kvstore.errors import NewerFormatError, NotAStoreError, StoreDamagedError, StoreFullError, TierUnavailable
 from kvstore.testing.supply import KIB, MIB, SPACE, get, key, keys, write, writes
 from kvstore_zarr.metadata import NamespaceTree
 
@@ -361,7 +361,8 @@ def as_user(uid: int, url: str, numbers: range, umask: int = 0o077) -> None:
     source = f"""
 import kvstore, os, tempfile
 from kvstore.testing.supply import SPACE, get, writes
-with tempfile.TemporaryDirectory() as folder, kvstore.open_store({url!r}.split(":")[0] + "://" + folder + "/t") as store:
+scheme = {url!r}.split(":")[0]
+with tempfile.TemporaryDirectory() as folder, kvstore.open_store(scheme + "://" + folder + "/t") as store:
     store.put_many(SPACE, writes([1])), get(store, [1])  # imports all that the user below may not be able to read
 os.umask({umask}); os.setgroups([]); os.setresgid({uid}, {uid}, {uid}); os.setresuid({uid}, {uid}, {uid})
 with kvstore.open_store({url!r}) as store:
@@ -445,7 +446,7 @@ class TestRemovedWhileOpen:
             store.namespaces,
             lambda: store.delete_many(SPACE, keys([1])),
         ]
-        for verb in verbs[:-1] if readonly else verbs:
+        for verb in verbs[1:-1] if readonly else verbs:
             with pytest.raises(TierUnavailable, match="open it again"):
                 verb()
         store.close()
@@ -453,3 +454,38 @@ class TestRemovedWhileOpen:
         if again:
             assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
             assert stranger.submit(use, f"{scheme}://{root}").result() == []
+
+
+class TestWhatIsSaid:
+    def test_a_dangling_link_is_called_one(self, scheme: str, root: Path) -> None:
+        root.symlink_to("nowhere")
+        with pytest.raises(NotAStoreError, match="dangling symlink to nowhere"):
+            open_store(f"{scheme}://{root}")
+
+    def test_too_little_address_space_is_told_from_memory(self, scheme: str, root: Path) -> None:
+        source = f"""
+import kvstore, resource
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+kvstore.open_store("{scheme}://{root}")
+"""
+        assert "ulimit -v" in said_by(source).splitlines()[-1]
+
+    def test_a_path_that_the_locale_cannot_say(self, scheme: str, tmp_path: Path) -> None:
+        source = f"import kvstore; kvstore.open_store('{scheme}://{tmp_path}/gr%C3%BCn')"
+        said = said_by(source, PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", LC_ALL="C")
+        assert said.splitlines()[-1].startswith("kvstore.errors.StoreAccessError"), said
+        assert "PYTHONUTF8=1" in said.splitlines()[-1]
+
+
+def said_by(source: str, **environment: str) -> str:
+    """The error output of that program."""
+    search = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        env={**os.environ, **search, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    return done.stderr

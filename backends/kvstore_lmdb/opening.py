@@ -125,6 +125,8 @@ def _wanted_capacity(url: TierURL, directory: Path) -> int | None:
 
 
 def _make_directory(directory: Path, *, readonly: bool, mode: int) -> None:
+    if directory.is_symlink() and not directory.exists():
+        raise NotAStoreError(f"{directory} is a dangling symlink to {directory.readlink()}: make what it points to")
     if not directory.exists():
         if readonly:
             raise StoreNotFoundError(f"{directory} does not exist, and read-only creates nothing")

@@ -95,6 +95,8 @@ def _check_location(root: Path, url: TierURL) -> None:
         names = sorted(entry.name for entry in root.iterdir())
     except FileNotFoundError:
         names = []
+        if root.is_symlink():
+            raise NotAStoreError(f"{root} is a dangling symlink to {root.readlink()}: make what it points to") from None
     except NotADirectoryError:
         raise NotAStoreError(f"{root} is not a directory: a file:// tier is one; choose another path") from None
     known = INNER in names and (root / INNER).is_dir()
