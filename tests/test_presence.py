@@ -201,15 +201,20 @@ def test_a_read_only_user_writes_nothing_and_keeps_others_from_being_alone(tmp_p
 def test_a_forked_child_keeps_nothing_alive(tmp_path: Path) -> None:
     with Presence.opening(tmp_path) as presence:
         pass
+    there, here = os.pipe()
     child = os.fork()
     if not child:
+        os.write(here, b"!")
         time.sleep(20)
         os._exit(0)
     try:
+        assert os.read(there, 1) == b"!"  # until it runs, it has what it inherited
         with presence.closing() as last:
             assert last
         assert join_and_leave(tmp_path)[0]
     finally:
+        os.close(there)
+        os.close(here)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
