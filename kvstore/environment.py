@@ -213,14 +213,16 @@ class Environment:
         """
         env = self._enter()
         try:
-            with _prompt:
-                txn = env.begin(write=True, buffers=True)
-                try:
+            txn = env.begin(write=True, buffers=True)
+            try:
+                with (
+                    _prompt
+                ):  # not while this thread waits for the lock or the device: others would be hurried for long
                     yield txn
-                    txn.commit()
-                except BaseException:
-                    txn.abort()
-                    raise
+                txn.commit()
+            except BaseException:
+                txn.abort()
+                raise
         except lmdb.MapFullError:
             raise
         except _DAMAGE as error:

@@ -113,7 +113,7 @@ def test_a_writer_that_is_late_touches_nothing_while_its_slots_hold_other_blocks
         views = manager.prepare_load(others)
         while len(late.wrote) < 4:
             assert time.monotonic() - begin < seconds + PATIENCE
-            manager.step()
+            manager._turn()
             assert all(np.array_equal(view, content(key)) for key, view in zip(others, views, strict=True))
             time.sleep(0.01)
         assert all(np.array_equal(view, content(key)) for key, view in zip(others, views, strict=True))
@@ -274,7 +274,7 @@ def test_stores_behind_loads_that_hang_on_every_thread_give_their_slots_back_in_
         for key in PROMPT[:2]:
             manager.lookup([key])
             until(manager, lambda: key in [one for _, names in remote.calls for one in names])  # noqa: B023
-            manager.step()
+            manager._turn()
         until(manager, lambda: len(hanging.waiting) == 2)
         assert engine_store(manager, PROMPT[10:14]) == PROMPT[10:14]
         until(manager, lambda: manager.stats().primary.pinned == 0, timeout=5.0)

@@ -64,7 +64,7 @@ class BlockingCalls(ABC):
     def finish_request(self, keys: Sequence[BlockKey]) -> None: ...
 
     @abstractmethod
-    def step(self) -> None: ...
+    def _turn(self, budget: float = float("inf")) -> None: ...
 
     @property
     @abstractmethod
@@ -89,9 +89,9 @@ class BlockingCalls(ABC):
                 copied += data.nbytes
             present += self.primary.get(block.key) is not None
             if copied >= STEP_BYTES:
-                self.step()
+                self._turn()
                 copied = 0
-        self.step()
+        self._turn()
         return present
 
     def load_prefix(
@@ -134,7 +134,7 @@ class BlockingCalls(ABC):
             here = _leading_hits(answers)
             if here == len(wanted) or answers[here] is LookupResult.MISS or time.monotonic() > deadline:
                 return here
-            self.step()
+            self._turn()
             time.sleep(PAUSE)
 
     def _wait_for_slot(self, block: BlockWrite, deadline: float) -> NDArray[np.uint8] | None:
@@ -145,7 +145,7 @@ class BlockingCalls(ABC):
                 view = self.prepare_store([block.key], position=block.position, parent=block.parent)[0]
                 if late or view is not None:
                     return view
-            self.step()
+            self._turn()
             time.sleep(PAUSE)
         return None
 
@@ -166,7 +166,7 @@ class BlockingCalls(ABC):
                 return
             else:
                 time.sleep(PAUSE)
-            self.step()
+            self._turn()
 
     def _deliver(
         self, keys: Sequence[BlockKey], start: int, stop: int, deliver: Callable[[int, NDArray[np.uint8]], None]

@@ -43,8 +43,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ManagerStats", "TieringManager"]
 
-STEP_BUDGET = 50e-6
-"""Seconds of a step for each tier's ended transfers, and for starting promotions; the rest waits for the next step."""
+STEP_SHARE, STEP_BUDGET_MIN, STEP_BUDGET_MAX = 0.004, 10e-6, 60e-6
+"""A step may spend this share of the time since the last one, within these bounds in seconds, on each tier's ended
+transfers, and as much on starting promotions; the rest waits for the next step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,7 @@ class TieringManager(BlockingCalls):
         self._reading: dict[BlockKey, int] = {}
         self._cascading: dict[Slot, int] = {}
         self._closed = False
+        self._stepped = time.monotonic()
         self._hits = self._misses = self._stores = self._skipped = 0
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[LookupResult]:
@@ -234,11 +236,16 @@ class TieringManager(BlockingCalls):
 
     def step(self) -> None:
         """Once per scheduler step: collect what transfer threads finished, hand them what was asked since."""
-        now = time.monotonic()
+        share = STEP_SHARE * (time.monotonic() - self._stepped)
+        self._turn(min(STEP_BUDGET_MAX, max(STEP_BUDGET_MIN, share)))
+
+    def _turn(self, budget: float = float("inf")) -> None:
+        """A step with `budget` seconds for each part; without a bound for who has no scheduler to keep waiting."""
+        now = self._stepped = time.monotonic()
         for number, tier in enumerate(self._tiers):
-            self._take(number, tier.poll(STEP_BUDGET), now)
+            self._take(number, tier.poll(budget), now)
         self._promises.expire(now)
-        self._promote(now)
+        self._promote(now, budget)
         self._promotions.expire(now)  # after a step that lasted longer than the time-out, too, first come slots
         for tier in self._tiers:
             tier.submit()
@@ -263,7 +270,7 @@ class TieringManager(BlockingCalls):
         """Wait until no store, load or lookup is under way; False if `timeout` seconds were not enough."""
         deadline = time.monotonic() + timeout
         while True:
-            self.step()
+            self._turn()
             if not (self._promotions.asking or self._promotions.waiting) and all(tier.idle for tier in self._tiers):
                 return True
             if time.monotonic() > deadline:
@@ -375,9 +382,9 @@ class TieringManager(BlockingCalls):
             self._cascading[slot] = others
         self.primary.unpin(slot)
 
-    def _promote(self, now: float) -> None:
+    def _promote(self, now: float, budget: float) -> None:
         """Start promotions in the order in which they were asked for, while there are slots and time."""
-        deadline = time.perf_counter() + STEP_BUDGET
+        deadline = time.perf_counter() + budget
         while (first := self._promotions.first()) is not None and time.perf_counter() < deadline:
             key, tier = first
             if self.primary.get(key) is not None:  # stored by the engine meanwhile
