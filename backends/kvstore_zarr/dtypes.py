@@ -12,12 +12,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import ml_dtypes
 import numpy as np
-from zarr.dtype import DataTypeValidationError, ZDType
+import zarr.dtype
+import zarr.errors
+from zarr.dtype import ZDType
 
 if TYPE_CHECKING:
     from typing import Self
 
 __all__ = ["BFloat16", "Float8E4M3FN", "Float8E5M2"]
+
+# It moved to `errors`, and its old place warns. zarr tells by this type which data type a document is not of.
+_NotOfThisType: type[Exception] = (
+    getattr(zarr.errors, "DataTypeValidationError", None) or zarr.dtype.DataTypeValidationError
+)
 
 _WORDS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 
@@ -30,7 +37,7 @@ class _Float(ZDType[Any, Any]):
     @classmethod
     def from_native_dtype(cls, dtype: np.dtype[Any]) -> Self:
         if not cls._check_native_dtype(dtype):
-            raise DataTypeValidationError(f"{dtype} is not {cls._zarr_v3_name}")
+            raise _NotOfThisType(f"{dtype} is not {cls._zarr_v3_name}")
         return cls()
 
     def to_native_dtype(self) -> np.dtype[Any]:
@@ -38,12 +45,12 @@ class _Float(ZDType[Any, Any]):
 
     @classmethod
     def _from_json_v2(cls, data: Any) -> Self:
-        raise DataTypeValidationError(f"{data!r} is not {cls._zarr_v3_name}, which zarr format 2 does not have")
+        raise _NotOfThisType(f"{data!r} is not {cls._zarr_v3_name}, which zarr format 2 does not have")
 
     @classmethod
     def _from_json_v3(cls, data: Any) -> Self:
         if data != cls._zarr_v3_name:
-            raise DataTypeValidationError(f"{data!r} is not {cls._zarr_v3_name!r}")
+            raise _NotOfThisType(f"{data!r} is not {cls._zarr_v3_name!r}")
         return cls()
 
     def to_json(self, zarr_format: int) -> Any:
