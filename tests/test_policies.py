@@ -261,8 +261,15 @@ class TestAPolicyOfOnesOwn(PolicyTests):
 def test_the_contract_finds_a_policy_that_forgets_pins() -> None:
     with pytest.raises(AssertionError):
         PolicyTests().test_pinned_blocks_come_out_only_when_they_are_unpinned(NeverSorry)
-    with pytest.raises(AssertionError):
-        PolicyTests().test_any_order_of_calls_yields_victims_that_are_there_and_not_pinned(NeverSorry)
+    assert any(a_series_of_calls_finds(NeverSorry) for _ in range(20))  # by chance: one series may miss it
+
+
+def a_series_of_calls_finds(factory: PolicyFactory) -> bool:
+    try:
+        PolicyTests().test_any_order_of_calls_yields_victims_that_are_there_and_not_pinned(factory)
+    except AssertionError:
+        return True
+    return False
 
 
 def test_a_policy_of_ones_own_is_passed_as_what_makes_it() -> None:
