@@ -215,9 +215,8 @@ class Environment:
         try:
             txn = env.begin(write=True, buffers=True)
             try:
-                with (
-                    _prompt
-                ):  # not while this thread waits for the lock or the device: others would be hurried for long
+                # Not while this thread waits for the lock or the device: others would be hurried for long.
+                with _prompt:
                     yield txn
                 txn.commit()
             except BaseException:
