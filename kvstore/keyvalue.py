@@ -1,0 +1,315 @@
+"""Any store of names and values as a backend: a few hooks for one value each, and this class is the rest.
+
+A stranger's key-value store (a folder, SQLite, Redis, RocksDB) is subclassed from `KeyValueStore` in about 40 lines;
+`backends/README.md` has one in full. The built-in backends are not: what they do for speed and capacity (direct I/O,
+one transaction for a batch, an order of use over processes) needs the whole contract, `kvstore.abc`.
+
+What a name and a value look like is `kvstore.values`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+from abc import abstractmethod
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+from kvstore.abc import BlockStore
+from kvstore.errors import (
+    KVStoreError,
+    NotAStoreError,
+    StoreAccessError,
+    StoreFullError,
+    StoreNotFoundError,
+    StoreOpenError,
+    TierUnavailable,
+)
+from kvstore.inuse import InUse
+from kvstore.namespace import Namespace
+from kvstore.records import address_of
+from kvstore.types import GetOutcome, PutOutcome, Usage
+from kvstore.url import READONLY
+from kvstore.values import HEAD_BYTES, MANIFEST, Facts, Reading, key_of, name_of, stored_bytes, value_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+    from typing import TypeAlias
+
+    from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite
+    from kvstore.url import Option, TierURL
+
+    Buffers: TypeAlias = Sequence[memoryview]
+
+__all__ = ["KeyValueStore"]
+
+T = TypeVar("T")
+
+_HEADS_AT_ONCE = 256
+"""How many heads a scan reads at a time."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_UNREADABLE = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.EISDIR)
+"""What the device says of one value that cannot be had: damage, and no reason to give up the others."""
+
+
+class KeyValueStore(BlockStore):
+    """A backend made of hooks: override `connect`, `write`, `remove`, `names`, and `read` or `read_into`.
+
+    What every hook may rely on: it is called with checked arguments, between `connect` and `disconnect`, in the process
+    that opened the store, and not to change anything when `readonly`. What it must allow: calls from several threads
+    at once. What it may raise: `FileNotFoundError` for what is not there, `FileExistsError` for what is, any other
+    `OSError` when the device fails, whatever `errors` lists when the client does; kvstore makes of it what the
+    contract says. It neither keeps nor changes a buffer after it has returned.
+
+    There is no capacity: an order of use that outlives the process, and holds for all that share the store, has to be
+    kept where the blocks are, which names and values alone do not give. Let the device evict, where it can.
+    """
+
+    options: ClassVar[tuple[Option[object], ...]] = (READONLY,)
+
+    errors: ClassVar[tuple[type[Exception], ...]] = ()
+    """What the client library raises when it cannot tell, beside `OSError`: such as `(sqlite3.Error,)`."""
+
+    readonly: bool
+    """The option `readonly`: `connect` creates nothing then, and neither `write` nor `remove` is called."""
+
+    # The hooks, for one value each
+
+    @abstractmethod
+    def connect(self) -> None:
+        """Open what `self.url` names; create it where there is none, unless `readonly`: `FileNotFoundError` then."""
+
+    @abstractmethod
+    def write(self, name: str, parts: Buffers) -> bool:
+        """Store the concatenation of `parts` under `name`; False, and no change, where there is a value already.
+
+        Atomic: the value is there whole or not at all, for every thread and process, whatever dies in between.
+        `OSError` with ENOSPC or EDQUOT: there is no room.
+        """
+
+    def read(self, name: str, nbytes: int) -> bytes | memoryview | None:
+        """The first `nbytes` bytes of the value; all of it where it is shorter; None where there is none.
+
+        More than `nbytes` is no error; a scan, which asks for the first 128 of each block, is slower for it. A value
+        that is empty is `b""`, not None: somebody damaged it, and it has to go before another can be written.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has neither `read` nor `read_into`: override one of them")
+
+    def read_into(self, name: str, buffers: Buffers) -> int | None:
+        """Fill `buffers`, one after another, from the start of the value; how many bytes came, None for no value.
+
+        For devices that write into the caller's memory (`os.readv`): saves the copy that `read` makes. A value that is
+        shorter leaves the rest of the buffers as it is.
+        """
+        value = self.read(name, sum(map(len, buffers)))
+        if value is None:
+            return None
+        rest = memoryview(value)
+        for buffer in buffers:
+            size = min(len(buffer), len(rest))
+            buffer[:size], rest = rest[:size], rest[size:]
+        return len(value)
+
+    @abstractmethod
+    def remove(self, name: str) -> bool:
+        """Remove the value; whether there was one. Nobody reads it any more when this returns."""
+
+    @abstractmethod
+    def names(self, prefix: str) -> Iterable[str]:
+        """Every name that starts with `prefix`, in any order; others, and some of them twice, do no harm."""
+
+    def exists(self, name: str) -> bool:
+        """Whether there is a value. Override it where that is cheaper than to read one byte."""
+        return self._read(name, [memoryview(bytearray(1))]) is not None
+
+    def disconnect(self) -> None:
+        """Let go of what `connect` opened. Called once, when no hook is at work."""
+
+    # The hooks for a batch: override those that the client can do in one round trip
+
+    def write_many(self, values: Iterable[tuple[str, Buffers]]) -> Iterable[PutOutcome]:
+        """`write` of each name and its parts: one outcome for each, in order."""
+        return [self._write(name, parts) for name, parts in values]
+
+    def read_many_into(self, reads: Iterable[tuple[str, Buffers]]) -> Iterable[int | None]:
+        """`read_into` of each name and its buffers: one answer for each, in order."""
+        for name, buffers in reads:
+            yield self._read(name, buffers)
+
+    def remove_many(self, names: Iterable[str]) -> Iterable[bool]:
+        """`remove` of each name: one answer for each, in order; a name that comes twice is there once."""
+        return [bool(_if_there(self.remove, name)) for name in names]
+
+    def exist_many(self, names: Iterable[str]) -> Iterable[bool]:
+        """`exists` of each name: one answer for each, in order."""
+        return [bool(_if_there(self.exists, name)) for name in names]
+
+    # The contract
+
+    def __init__(self, url: TierURL) -> None:
+        super().__init__(url)
+        self.readonly = url.option(READONLY)
+        self._use = InUse(url)
+        self._failures: tuple[type[Exception], ...] = (OSError, *self.errors)
+        try:
+            self.connect()
+        except KVStoreError:
+            raise
+        except self._failures as error:
+            raise _opening_error(error)(f"{url} cannot be opened: {error}") from error
+
+    def namespaces(self) -> list[Namespace]:
+        with self._using():
+            return [found for name in self._names(MANIFEST) if (found := self._manifest(name)) is not None]
+
+    def contains_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
+        with self._using():
+            return list(self.exist_many(_checked_names(namespace, keys)))
+
+    def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
+        with self._using():
+            checked = [(block, namespace.check_write(block)) for block in blocks]
+            if self.readonly or not blocks:
+                return [PutOutcome.FAILED] * len(blocks)
+            kept = self._keep_manifest(namespace)
+            if not kept.present:
+                return [kept] * len(blocks)
+            # One after another, so that a payload is still in the processor's cache when it is written.
+            values = ((name_of(namespace, block.key), value_of(namespace, block, data)) for block, data in checked)
+            return list(self.write_many(values))
+
+    def get_many_into(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
+        with self._using():
+            checked = [(block.key, namespace.check_buffer(block.key, block.into, writable=True)) for block in blocks]
+            reads = [Reading(namespace, key, into) for key, into in checked]
+            counts = self.read_many_into((read.name, read.buffers) for read in reads)
+            return [self._verdict(read, count) for read, count in zip(reads, counts, strict=True)]
+
+    def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
+        with self._using():
+            names = _checked_names(namespace, keys)
+            return [False] * len(names) if self.readonly else list(self.remove_many(names))
+
+    def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
+        with self._using():
+            keys = self._keys(namespace)
+        return self._infos(namespace, keys)
+
+    def usage(self) -> Usage:
+        """From names alone, in bytes of their values; override it where the device knows better."""
+        with self._using():
+            sizes = [stored_bytes(space, key) for space in self.namespaces() for key in self._keys(space)]
+        return Usage(len(sizes), sum(sizes))
+
+    def close(self) -> None:
+        if self._use.end():
+            with suppress(*self._failures):  # what was put is there, and nothing is left to be done about it
+                self.disconnect()
+
+    @contextmanager
+    def _using(self) -> Generator[None]:
+        with self._use:
+            try:
+                yield
+            except KVStoreError:
+                raise
+            except self._failures as error:
+                raise TierUnavailable(f"{self.url} cannot tell: {error}") from error
+
+    def _read(self, name: str, buffers: Buffers) -> int | None:
+        try:
+            return _if_there(self.read_into, name, buffers)
+        except OSError as error:
+            if error.errno not in _UNREADABLE:
+                raise
+            return 0
+
+    def _write(self, name: str, parts: Buffers) -> PutOutcome:
+        try:
+            return PutOutcome.STORED if self.write(name, parts) else PutOutcome.EXISTS
+        except FileExistsError:
+            return PutOutcome.EXISTS
+        except (ConnectionError, TimeoutError):  # nor will it take the next one: let the caller know at once
+            raise
+        except OSError as error:
+            return PutOutcome.FULL if error.errno in _FULL else PutOutcome.FAILED
+
+    def _verdict(self, read: Reading, count: int | None) -> GetOutcome:
+        if count is None:
+            return GetOutcome.MISS
+        if read.is_intact(count):
+            return GetOutcome.HIT
+        self._discard(read.name)
+        return GetOutcome.CORRUPT
+
+    def _discard(self, name: str) -> None:
+        """Remove what is damaged; where that fails it is found damaged again."""
+        if not self.readonly:
+            with suppress(*self._failures):
+                self.remove(name)
+
+    def _names(self, prefix: str) -> list[str]:
+        found = _if_there(lambda: list(self.names(prefix)))
+        return [name for name in dict.fromkeys(found or ()) if name.startswith(prefix)]
+
+    def _keys(self, namespace: Namespace) -> list[BlockKey]:
+        names = self._names(f"{namespace.name}-")
+        return [key for name in names if (key := key_of(namespace, name)) is not None]
+
+    def _infos(self, namespace: Namespace, keys: Sequence[BlockKey]) -> Iterator[BlockInfo]:
+        for start in range(0, len(keys), _HEADS_AT_ONCE):
+            some = [(key, bytearray(HEAD_BYTES)) for key in keys[start : start + _HEADS_AT_ONCE]]
+            with self._using():
+                reads = ((name_of(namespace, key), [memoryview(head)]) for key, head in some)
+                counts = list(self.read_many_into(reads))
+            for (key, head), count in zip(some, counts, strict=True):
+                facts = None if count is None else Facts.unpacked(bytes(head), address_of(namespace, key))
+                if facts is not None:
+                    yield facts.info(key, stored_bytes(namespace, key))
+
+    def _manifest(self, name: str) -> Namespace | None:
+        """The namespace that the manifest of this name describes; None where there is none, or a damaged one."""
+        size = 1 << 14
+        while (count := self._read(name, [memoryview(text := bytearray(size))])) is not None and count >= size:
+            size *= 4
+        try:
+            found = Namespace.from_manifest(json.loads(text[: count or 0]))
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError):
+            return None
+        return found if name == MANIFEST + found.name else None
+
+    def _keep_manifest(self, namespace: Namespace) -> PutOutcome:
+        """See to it that the manifest is there. Looked for each time: a device that evicts may take it, too."""
+        name = MANIFEST + namespace.name
+        if self._manifest(name) is not None:
+            return PutOutcome.EXISTS
+        parts = [memoryview(json.dumps(namespace.to_manifest()).encode())]
+        outcome = self._write(name, parts)
+        if outcome is PutOutcome.EXISTS and self._manifest(name) is None:
+            self._discard(name)
+            outcome = self._write(name, parts)
+        return outcome
+
+
+def _checked_names(namespace: Namespace, keys: Sequence[BlockKey]) -> list[str]:
+    for key in keys:
+        namespace.check_key(key)
+    return [name_of(namespace, key) for key in keys]
+
+
+def _if_there(hook: Callable[..., T], *args: object) -> T | None:
+    """What the hook answers; None where it finds that there is nothing."""
+    try:
+        return hook(*args)
+    except FileNotFoundError:
+        return None
+
+
+def _opening_error(error: Exception) -> type[StoreOpenError]:
+    """What a failure to connect is called."""
+    if isinstance(error, FileNotFoundError):
+        return StoreNotFoundError
+    if isinstance(error, (FileExistsError, NotADirectoryError, IsADirectoryError)):
+        return NotAStoreError
+    return StoreFullError if isinstance(error, OSError) and error.errno in _FULL else StoreAccessError

@@ -1,0 +1,116 @@
+"""Names and values of blocks in a store that has nothing but names and values (`kvstore.keyvalue`).
+
+Names are ASCII, of `0-9 a-z -`, at most 167 letters, so that they are file names, database keys and parts of URLs:
+
+    manifest-<fingerprint>                    a namespace's manifest, JSON
+    <fingerprint>-<group>-<digest>            one block: head | payload           (fingerprint and digest in hex)
+
+    head, 128 bytes, little-endian:   magic "kvvalue0", created u64 (ns since the epoch), position i64,
+                                      length of the parent u16, parent (64 bytes, zeros behind), 30 zeros,
+                                      crc32c(payload) u32, crc32c(address | all of the head before it) u32
+    address, which is not stored:     fingerprint (16 bytes), group u16 big-endian, digest
+
+The last checksum binds a block to its key and its namespace: a value copied or renamed is damage, in a scan as well.
+A later format will have other names, so that neither version takes the other's values for damage.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.integrity import crc32c
+from kvstore.records import address_of
+from kvstore.types import BlockInfo, BlockKey
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvstore.namespace import Namespace
+    from kvstore.types import BlockWrite
+
+__all__ = ["HEAD_BYTES", "MANIFEST", "Facts", "Reading", "key_of", "name_of", "stored_bytes", "value_of"]
+
+MANIFEST = "manifest-"
+"""What the names of manifests start with."""
+
+_HEAD = struct.Struct("<8sQqH64s30xI")
+_SEAL = struct.Struct("<I")
+_MAGIC = b"kvvalue0"
+
+HEAD_BYTES = _HEAD.size + _SEAL.size
+
+
+class Facts(NamedTuple):
+    """What a head tells: when the block was made (ns since the epoch), where it stands in its prefix."""
+
+    created: int
+    position: int
+    parent: bytes
+    payload_crc: int
+
+    def packed(self, address: bytes) -> bytes:
+        """The head of the block at `address`."""
+        length, parent = len(self.parent), self.parent
+        head = _HEAD.pack(_MAGIC, self.created, self.position, length, parent, self.payload_crc)
+        return head + _SEAL.pack(crc32c(head, crc32c(address)))
+
+    @classmethod
+    def unpacked(cls, head: bytes, address: bytes) -> Facts | None:
+        """The facts that `packed` made `head` of, at the same address; None for anything else."""
+        body, seal = head[: _HEAD.size], head[_HEAD.size :]
+        if seal != _SEAL.pack(crc32c(body, crc32c(address))):
+            return None
+        magic, created, position, length, parent, payload_crc = _HEAD.unpack(body)
+        return cls(created, position, parent[:length], payload_crc) if magic == _MAGIC else None
+
+    def info(self, key: BlockKey, stored_bytes: int) -> BlockInfo:
+        """As a scan reports it. Uses are not counted: to note them would make each read a write."""
+        created = self.created / 1e9
+        return BlockInfo(key, stored_bytes, created, created, 0, self.position, self.parent)
+
+
+class Reading:
+    """One block that is being read: what has to arrive, and whether it did."""
+
+    def __init__(self, namespace: Namespace, key: BlockKey, into: NDArray[np.uint8]) -> None:
+        self.name, self.address, self.into = name_of(namespace, key), address_of(namespace, key), into
+        self.head = bytearray(HEAD_BYTES)
+        # One byte more than there is to read: a value that is longer shows.
+        self.buffers = [memoryview(self.head), into.data, memoryview(bytearray(1))]
+
+    def is_intact(self, count: int) -> bool:
+        """Whether `count` bytes are a whole block of that address."""
+        if count != HEAD_BYTES + self.into.nbytes:
+            return False
+        facts = Facts.unpacked(bytes(self.head), self.address)
+        return facts is not None and facts.payload_crc == crc32c(self.into)
+
+
+def value_of(namespace: Namespace, block: BlockWrite, data: NDArray[np.uint8]) -> list[memoryview]:
+    """The parts of the value of a block whose payload is `data`: its head, and the payload itself, not copied."""
+    facts = Facts(time.time_ns(), block.position, block.parent, crc32c(data))
+    return [memoryview(facts.packed(address_of(namespace, block.key))), data.data]
+
+
+def name_of(namespace: Namespace, key: BlockKey) -> str:
+    """Under which name a block is stored."""
+    return f"{namespace.name}-{key.group}-{key.digest.hex()}"
+
+
+def key_of(namespace: Namespace, name: str) -> BlockKey | None:
+    """The key of a block's name; None for a name that kvstore did not give."""
+    try:
+        _, group, digest = name.split("-")
+        key = BlockKey(bytes.fromhex(digest), int(group))
+        namespace.check_key(key)
+    except ValueError:  # of which InvalidBlockError is one
+        return None
+    return key if name == name_of(namespace, key) else None
+
+
+def stored_bytes(namespace: Namespace, key: BlockKey) -> int:
+    """How long a block's value is."""
+    return HEAD_BYTES + namespace.block_bytes(key.group)
