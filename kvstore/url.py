@@ -29,8 +29,11 @@ __all__ = [
     "Capacity",
     "Option",
     "TierURL",
+    "boolean",
+    "choice",
     "format_size",
     "local_path",
+    "parse_duration",
     "parse_size",
 ]
 
@@ -238,6 +241,8 @@ _UNITS = {"": 1, "b": 1} | {
     for suffix, base in (("", 1000), ("b", 1000), ("ib", 1024))
 }
 
+_DURATIONS = {"": 1.0, "ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
 
 def parse_size(text: Any) -> int:
     """Bytes from an int or from text such as `500GB` (10^9), `64MiB` (2^20), `4096`. Raises ValueError."""
@@ -288,7 +293,19 @@ class Capacity:
         return int(shutil.disk_usage(path).total * (self.share or 1.0))
 
 
-def _choice(*allowed: str) -> Callable[[Any], str]:
+def parse_duration(text: Any) -> float:
+    """Seconds from a number or from text such as `500ms`, `2.5`, `30s`, `10min`, `12h`, `7d`. Raises ValueError."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text) if isinstance(text, str) else None
+    unit = _DURATIONS.get(match[2]) if match else None
+    seconds = float(match[1]) * unit if match and unit else text
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < float("inf"):
+        raise ValueError("expected a time such as 500ms, 30s, 10min, 12h or 7d")
+    return float(seconds)
+
+
+def choice(*allowed: str) -> Callable[[Any], str]:
+    """A parser of options that are one of a few words."""
+
     def parse(text: Any) -> str:
         if text not in allowed:
             raise ValueError(f"expected one of {', '.join(allowed)}")
@@ -297,7 +314,8 @@ def _choice(*allowed: str) -> Callable[[Any], str]:
     return parse
 
 
-def _boolean(text: Any) -> bool:
+def boolean(text: Any) -> bool:
+    """A parser of options that are true or false. Raises ValueError."""
     if isinstance(text, bool):
         return text
     words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -322,14 +340,14 @@ CAPACITY: Option[Capacity | None] = Option(
 )
 DURABILITY: Option[str] = Option(
     "durability",
-    _choice("none", "fsync"),
+    choice("none", "fsync"),
     "none",
     "none (survives the process) or fsync (survives a power loss)",
 )
 IO: Option[str] = Option(
-    "io", _choice("auto", "direct", "buffered"), "auto", "auto, direct (O_DIRECT or fail) or buffered"
+    "io", choice("auto", "direct", "buffered"), "auto", "auto, direct (O_DIRECT or fail) or buffered"
 )
-READONLY: Option[bool] = Option("readonly", _boolean, False, "true: create, write, evict and remove nothing")
+READONLY: Option[bool] = Option("readonly", boolean, False, "true: create, write, evict and remove nothing")
 MODE: Option[int] = Option("mode", _mode, 0o600, "permissions of new files, octal; directories get the matching x bits")
 
 

@@ -16,7 +16,19 @@ from kvstore.errors import (
     InvalidURLError,
     UnknownOptionError,
 )
-from kvstore.url import CAPACITY, DURABILITY, IO, MODE, READONLY, Capacity, Option, format_size, local_path, parse_size
+from kvstore.url import (
+    CAPACITY,
+    DURABILITY,
+    IO,
+    MODE,
+    READONLY,
+    Capacity,
+    Option,
+    format_size,
+    local_path,
+    parse_duration,
+    parse_size,
+)
 
 SHARED = (CAPACITY, DURABILITY, IO, READONLY, MODE)
 SECRET = "hunter2"
@@ -306,3 +318,17 @@ def test_a_url_without_secrets_reads_back_as_it_prints(
 def test_a_users_part_is_never_printed(scheme: str, host: str, user: str, password: str) -> None:
     shown = str(TierURL(scheme, host, userinfo=f"{user}:{password}"))
     assert shown == str(TierURL(scheme, host)).replace("://", "://***@", 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("500ms", 0.5), ("2.5", 2.5), (3, 3.0), ("30s", 30.0), ("10min", 600.0), ("12h", 43200.0), ("7d", 604800.0)],
+)
+def test_a_duration_is_a_number_of_seconds_or_says_its_unit(text: object, seconds: float) -> None:
+    assert parse_duration(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-1s", "5 years", True, None, -1, float("inf"), float("nan")])
+def test_what_is_no_duration_is_refused(text: object) -> None:
+    with pytest.raises(ValueError, match="expected a time"):
+        parse_duration(text)
