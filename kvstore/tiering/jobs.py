@@ -80,13 +80,14 @@ class Touch(TierJob):
 class Transfer(TierJob):
     """Bytes on their way between the primary tier and the store.
 
-    `slots` are those that it may touch: each is pinned until the job has ended or was withdrawn. `buffers` are
-    staging memory lent to it, until it has ended.
+    `slots` are those that it may touch: each is pinned until the job has ended or was withdrawn. `keys` and `sizes` are
+    those of its blocks, slots or no slots. `buffers` are staging memory lent to it, until it has ended.
     """
 
     def __init__(self, store: BlockStore, namespace: Namespace, slots: Sequence[Slot]) -> None:
         super().__init__(store, namespace)
         self.slots = slots
+        self.keys = [slot.key for slot in slots]
         self.buffers: Sequence[Buffer] = ()
         self.sizes = [slot.view.nbytes for slot in slots]
         self.nbytes = sum(self.sizes)
@@ -117,11 +118,10 @@ class StagedLoad(Load):
 
     def __init__(self, store: BlockStore, namespace: Namespace, slots: Sequence[Slot]) -> None:
         super().__init__(store, namespace, slots)
-        self._keys = [slot.key for slot in slots]
         self._landing = Once()
 
     def work(self) -> None:
-        pairs = zip(self._keys, self.buffers, strict=True)
+        pairs = zip(self.keys, self.buffers, strict=True)
         self.read([BlockRead(key, buffer.memory.data) for key, buffer in pairs])
         if self._landing():
             self.copy()
@@ -171,7 +171,8 @@ class StagedStore(Store):
 
     def __init__(self, copied: CopyOut) -> None:
         super().__init__(copied.store, copied.namespace, ())
-        self.buffers, self.sizes, self.nbytes = copied.buffers, copied.sizes, copied.nbytes
+        self.keys, self.sizes, self.nbytes = copied.keys, copied.sizes, copied.nbytes
+        self.buffers = copied.buffers
         self._blocks = copied.blocks
 
     def work(self) -> None:

@@ -71,6 +71,11 @@ class TierReport:
     released: list[Slot] = field(default_factory=list["Slot"])
     """The tier has no more to do with them: stores that ended or were copied into staging, and overdue loads that
     ended after all. To be unpinned, nothing else."""
+    dropped: list[Slot] = field(default_factory=list["Slot"])
+    """Those of the `released` whose store came to nothing: shed, refused or failed."""
+    stored: list[BlockKey] = field(default_factory=list["BlockKey"])
+    """The store has these blocks now, because of a store that has just ended; their slots may have been released long
+    before."""
 
 
 class SecondaryTier:
@@ -335,6 +340,9 @@ class SecondaryTier:
         report.released.extend(job.slots)
         self._backlog -= job.nbytes
         outcomes = job.outcomes or [PutOutcome.FAILED] * len(job.sizes)
+        report.stored.extend(key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome.present)
+        # A staged store has no slots any more.
+        report.dropped.extend(slot for slot, outcome in zip(job.slots, outcomes, strict=False) if not outcome.present)
         stored = [size for size, outcome in zip(job.sizes, outcomes, strict=True) if outcome is PutOutcome.STORED]
         self._counters.add(
             stores=len(stored),
@@ -384,6 +392,7 @@ class SecondaryTier:
             self._counters.add(failed_loads=len(job.slots))
         else:
             report.released.extend(job.slots)
+            report.dropped.extend(job.slots)
             self._backlog -= job.nbytes
             self._counters.add(shed=len(job.sizes))
         self._take_back(job)

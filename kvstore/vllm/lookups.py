@@ -1,0 +1,96 @@
+"""What the tier knows about the blocks that requests ask for, from the first question to the end of the request.
+
+The scheduler asks about every block of a waiting request, step after step, until all is answered. A question goes to
+the store once per request (in the batch of its step); the answer is kept for that request, so that it is told the same
+in every step, and a block whose load failed stays a miss for everybody who asked before: asked anew, a store that
+cannot read what it has would say yes again, and the request would go round for ever.
+
+A new request asks anew. So nobody inherits an old no about a block that has been stored since, and a block that is
+damaged costs each request one load at most.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstore.types import BlockKey
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["Lookups", "block_key", "offload_key"]
+
+GROUP_BYTES = 4
+
+
+class Verdicts(dict[bytes, "bool | None"]):
+    """Of one request: key -> is it there; None while nobody knows. `hits` are those that are."""
+
+    hits = 0
+
+
+def block_key(key: bytes) -> BlockKey:
+    """vLLM's name for a block, a digest followed by the KV-cache group in four bytes, in kvstore's terms."""
+    return BlockKey(key[:-GROUP_BYTES], int.from_bytes(key[-GROUP_BYTES:], "big"))
+
+
+def offload_key(key: BlockKey) -> bytes:
+    """The other way round."""
+    return key.digest + key.group.to_bytes(GROUP_BYTES, "big")
+
+
+class Lookups:
+    """Verdicts per request. `ask` takes a question to the store; `answered` brings what came back.
+
+    `most`: blocks that one request is told to be there, as many as there are rows in primary memory. Promoting more
+    than that would throw out the first ones, and the request would never have all of them; those that it asked for
+    first, the front of its prefix, it can have.
+    Threads: one at a time makes all calls.
+    """
+
+    def __init__(self, ask: Callable[[list[BlockKey]], None], most: int) -> None:
+        self._ask = ask
+        self._most = most
+        self._requests: dict[str, Verdicts] = {}
+        self._asking: dict[bytes, list[Verdicts]] = {}
+
+    @property
+    def waiting(self) -> bool:
+        """Somebody has asked and got no answer yet."""
+        return bool(self._asking)
+
+    def find(self, key: bytes, request: str) -> bool | None:
+        """Is it there? None: not known yet, ask again in the next step."""
+        verdicts = self._requests.get(request)
+        if verdicts is None:
+            verdicts = self._requests[request] = Verdicts()
+        if key in verdicts:
+            return verdicts[key]
+        verdicts[key] = None
+        asking = self._asking.get(key)
+        if asking is None:
+            self._asking[key] = [verdicts]
+            self._ask([block_key(key)])
+        else:
+            asking.append(verdicts)
+        return None
+
+    def answered(self, answers: Iterable[tuple[BlockKey, bool]]) -> None:
+        """What the store says."""
+        for block, found in answers:
+            key = offload_key(block)
+            for verdicts in self._asking.pop(key, ()):
+                verdicts[key] = found and verdicts.hits < self._most
+                verdicts.hits += bool(verdicts[key])
+
+    def failed(self, keys: Iterable[bytes]) -> None:
+        """They could not be loaded: a miss for every request that has been told otherwise."""
+        for key in keys:
+            for verdicts in self._requests.values():
+                if verdicts.get(key):
+                    verdicts[key] = False
+                    verdicts.hits -= 1
+
+    def forget(self, request: str) -> None:
+        """It has ended. What is being asked for it is answered to nobody."""
+        self._requests.pop(request, None)
