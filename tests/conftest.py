@@ -1,4 +1,4 @@
-"""What every test may use: a short hypothesis profile, small file systems, and processes that are not this one."""
+"""What every test may use: a short hypothesis profile, small file systems, servers, processes that are not this one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvstore.testing.faults import Hanging
+from kvstore.testing.servers import juicefs, seaweedfs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from concurrent.futures import Executor
+
+    from kvstore.testing.servers import S3Server
 
 settings.register_profile("ci", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ci")
@@ -44,6 +47,20 @@ def fresh_process() -> Iterator[Executor]:
     """A process started for this test alone, as after a restart."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """A real S3 server with an empty bucket, for all tests of this process: each takes a prefix of its own."""
+    with seaweedfs() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def s3_server_without_conditions() -> Iterator[S3Server]:
+    """As `s3_server`, of the kind that ignores If-None-Match: what must not overwrite does."""
+    with juicefs() as server:
+        yield server
 
 
 @pytest.fixture
