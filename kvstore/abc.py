@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from types import TracebackType
     from typing import Self
 
+    from kvstore.doctor import Finding
     from kvstore.namespace import Namespace
     from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, Usage
     from kvstore.url import Option, TierURL
@@ -118,6 +119,16 @@ class BlockStore(ABC):
         Recency is told, not guessed: the hottest prefix lives in memory above and is never read from here. May
         take effect later (with the next put). A store that evicts nothing does nothing.
         """
+
+    @classmethod
+    def diagnose(cls, url: TierURL, usage: Usage | None) -> Iterable[Finding]:  # noqa: ARG003 - for backends that look
+        """What `kvstore doctor` should say of the place that the validated `url` names; optional.
+
+        `usage` is how full the tier is, None where it cannot be opened. Whether it can be, and that blocks come back, is
+        looked at by the doctor itself. Changes nothing and creates nothing. Whatever it raises of `OSError` or
+        `KVStoreError` becomes a finding. A tier in a local folder takes its checks from `kvstore.doctor.LocalPlace`.
+        """
+        return ()
 
     def __enter__(self) -> Self:
         return self

@@ -31,12 +31,13 @@ from kvstore_lmdb.entry import HEADER_BYTES, Bytes, fill, is_intact, read_into, 
 from kvstore_lmdb.opening import BLOCKS, Tier, evict, open_tier, tree_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from typing_extensions import Buffer
 
     from kvstore.catalog import Change, Totals
+    from kvstore.doctor import Finding
     from kvstore.namespace import Namespace
     from kvstore_lmdb.space import Space
 
@@ -180,6 +181,12 @@ class LMDBStore(BlockStore):
         if not self._readonly and self._tier.catalog.note(addresses, hits=0):
             with self._telling():
                 self._tier.catalog.settle()
+
+    @classmethod
+    def diagnose(cls, url: TierURL, usage: Usage | None) -> Iterable[Finding]:
+        from kvstore_lmdb.diagnosis import diagnose
+
+        return diagnose(url, usage)
 
     def close(self) -> None:
         with self._closing:

@@ -25,8 +25,9 @@ from kvstore_zarr.put import put_blocks
 from kvstore_zarr.removal import remove
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
+    from collections.abc import Generator, Iterable, Iterator, Sequence
 
+    from kvstore.doctor import Finding
     from kvstore.namespace import Namespace
     from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite
     from kvstore_zarr.tier import LocalTier
@@ -108,6 +109,12 @@ class LocalZarrStore(BlockStore):
             addresses = _addresses(namespace, keys)
             if not tier.readonly and tier.catalog.note(addresses, hits=0):
                 tier.catalog.settle()
+
+    @classmethod
+    def diagnose(cls, url: TierURL, usage: Usage | None) -> Iterable[Finding]:
+        from kvstore_zarr.diagnosis import diagnose
+
+        return diagnose(url, usage)
 
     def close(self) -> None:
         if self._pid != os.getpid():

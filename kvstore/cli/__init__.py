@@ -1,4 +1,4 @@
-"""The `kvstore` command: what is in a tier, whether it is intact, how fast it is, and the demo.
+"""The `kvstore` command: what is in a tier, whether it is intact, how fast it is, what it needs, and the demo.
 
 Each subcommand lives in a module of its own that is imported when it is called, so that `kvstore --help` is quick and
 loads neither torch nor a backend. Machine output (`--json`) goes to stdout, everything else to stderr.
@@ -35,6 +35,7 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
     "stat": ("kvstore.cli.stat:stat", "What is in a tier: namespaces, blocks, bytes, ages, how full it is."),
     "ls": ("kvstore.cli.ls:ls", "List a tier's namespaces, or the blocks of some of them."),
     "verify": ("kvstore.cli.verify:verify", "Read every block of a tier through its checks."),
+    "doctor": ("kvstore.cli.doctor:doctor", "What a tier needs at its place, and whether it is there."),
     "bench": ("kvstore.cli.bench:bench", "How fast a tier is, beside the bare device, in one run."),
 }
 
@@ -46,7 +47,7 @@ A tier is a URL:
 \b
 Exit codes:
   0    done; what was checked is intact
-  1    something is not intact (verify: a block; demo: an answer)
+  1    something is not intact (verify: a block; demo: an answer; doctor: a problem)
   2    the command line, the URL or the location is wrong, or the tier cannot be used
   3    a fault in kvstore: please report the traceback
   130  interrupted; 128 + the number of another signal that ended it
