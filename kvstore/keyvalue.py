@@ -27,7 +27,6 @@ from kvstore.errors import (
 )
 from kvstore.inuse import InUse
 from kvstore.namespace import Namespace
-from kvstore.records import address_of
 from kvstore.types import GetOutcome, PutOutcome, Usage
 from kvstore.url import READONLY
 from kvstore.values import HEAD_BYTES, MANIFEST, Facts, Reading, key_of, name_of, stored_bytes, value_of
@@ -183,7 +182,7 @@ class KeyValueStore(BlockStore):
         with self._using():
             checked = [(block.key, namespace.check_buffer(block.key, block.into, writable=True)) for block in blocks]
             reads = [Reading(namespace, key, into) for key, into in checked]
-            counts = self.read_many_into((read.name, read.buffers) for read in reads)
+            counts = self.read_many_into((name_of(namespace, read.key), read.buffers) for read in reads)
             return [self._verdict(read, count) for read, count in zip(reads, counts, strict=True)]
 
     def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
@@ -240,7 +239,7 @@ class KeyValueStore(BlockStore):
             return GetOutcome.MISS
         if read.is_intact(count):
             return GetOutcome.HIT
-        self._discard(read.name)
+        self._discard(name_of(read.namespace, read.key))
         return GetOutcome.CORRUPT
 
     def _discard(self, name: str) -> None:
@@ -264,8 +263,9 @@ class KeyValueStore(BlockStore):
                 reads = ((name_of(namespace, key), [memoryview(head)]) for key, head in some)
                 counts = list(self.read_many_into(reads))
             for (key, head), count in zip(some, counts, strict=True):
-                facts = None if count is None else Facts.unpacked(bytes(head), address_of(namespace, key))
-                if facts is not None:
+                if count is not None:
+                    # A damaged one is listed, too: whoever verifies a store reads what a scan lists.
+                    facts = Facts.unpacked(namespace, key, bytes(head)) or Facts.unknown()
                     yield facts.info(key, stored_bytes(namespace, key))
 
     def _manifest(self, name: str) -> Namespace | None:

@@ -10,7 +10,7 @@ Names are ASCII, of `0-9 a-z -`, at most 167 letters, so that they are file name
                                       crc32c(payload) u32, crc32c(address | all of the head before it) u32
     address, which is not stored:     fingerprint (16 bytes), group u16 big-endian, digest
 
-The last checksum binds a block to its key and its namespace: a value copied or renamed is damage, in a scan as well.
+The last checksum binds a block to its key and its namespace: a value that was copied or renamed is damage.
 A later format will have other names, so that neither version takes the other's values for damage.
 """
 
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.integrity import crc32c
 from kvstore.records import address_of
-from kvstore.types import BlockInfo, BlockKey
+from kvstore.types import NO_PARENT, NO_POSITION, BlockInfo, BlockKey
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,20 +51,25 @@ class Facts(NamedTuple):
     parent: bytes
     payload_crc: int
 
-    def packed(self, address: bytes) -> bytes:
-        """The head of the block at `address`."""
+    def packed(self, namespace: Namespace, key: BlockKey) -> bytes:
+        """The head of that block."""
         length, parent = len(self.parent), self.parent
         head = _HEAD.pack(_MAGIC, self.created, self.position, length, parent, self.payload_crc)
-        return head + _SEAL.pack(crc32c(head, crc32c(address)))
+        return head + _seal(namespace, key, head)
 
     @classmethod
-    def unpacked(cls, head: bytes, address: bytes) -> Facts | None:
-        """The facts that `packed` made `head` of, at the same address; None for anything else."""
+    def unpacked(cls, namespace: Namespace, key: BlockKey, head: bytes) -> Facts | None:
+        """The facts that `packed` made `head` of, for the same block; None for anything else."""
         body, seal = head[: _HEAD.size], head[_HEAD.size :]
-        if seal != _SEAL.pack(crc32c(body, crc32c(address))):
+        if seal != _seal(namespace, key, body):
             return None
         magic, created, position, length, parent, payload_crc = _HEAD.unpack(body)
         return cls(created, position, parent[:length], payload_crc) if magic == _MAGIC else None
+
+    @classmethod
+    def unknown(cls) -> Facts:
+        """Of a block whose head cannot be read."""
+        return cls(time.time_ns(), NO_POSITION, NO_PARENT, 0)
 
     def info(self, key: BlockKey, stored_bytes: int) -> BlockInfo:
         """As a scan reports it. Uses are not counted: to note them would make each read a write."""
@@ -76,23 +81,27 @@ class Reading:
     """One block that is being read: what has to arrive, and whether it did."""
 
     def __init__(self, namespace: Namespace, key: BlockKey, into: NDArray[np.uint8]) -> None:
-        self.name, self.address, self.into = name_of(namespace, key), address_of(namespace, key), into
+        self.namespace, self.key, self.into = namespace, key, into
         self.head = bytearray(HEAD_BYTES)
         # One byte more than there is to read: a value that is longer shows.
         self.buffers = [memoryview(self.head), into.data, memoryview(bytearray(1))]
 
     def is_intact(self, count: int) -> bool:
-        """Whether `count` bytes are a whole block of that address."""
+        """Whether the `count` bytes that came are the whole block."""
         if count != HEAD_BYTES + self.into.nbytes:
             return False
-        facts = Facts.unpacked(bytes(self.head), self.address)
+        facts = Facts.unpacked(self.namespace, self.key, bytes(self.head))
         return facts is not None and facts.payload_crc == crc32c(self.into)
+
+
+def _seal(namespace: Namespace, key: BlockKey, head: bytes) -> bytes:
+    return _SEAL.pack(crc32c(head, crc32c(address_of(namespace, key))))
 
 
 def value_of(namespace: Namespace, block: BlockWrite, data: NDArray[np.uint8]) -> list[memoryview]:
     """The parts of the value of a block whose payload is `data`: its head, and the payload itself, not copied."""
     facts = Facts(time.time_ns(), block.position, block.parent, crc32c(data))
-    return [memoryview(facts.packed(address_of(namespace, block.key))), data.data]
+    return [memoryview(facts.packed(namespace, block.key)), data.data]
 
 
 def name_of(namespace: Namespace, key: BlockKey) -> str:

@@ -1,4 +1,4 @@
-"""The backend of `backends/README.md` as a distribution of its own, installed by pip: what a third party ships."""
+"""Backends as a third party ships them, installed by pip: that of `backends/README.md`, and one on SQLite."""
 
 from __future__ import annotations
 
@@ -34,6 +34,14 @@ def install(folder: Path) -> Path:
         {"kvstore_dir.py": code("python")},
         project["entry-points"]["kvstore.backends"],
         project["version"],
+    )
+
+
+def install_sqlite(folder: Path) -> Path:
+    """The same for `kvstore_sqlite.py`, which is beside this file."""
+    source = (Path(__file__).parent / "kvstore_sqlite.py").read_text()
+    return install_wheel(
+        folder, "kvstore-sqlite", {"kvstore_sqlite.py": source}, {"sqlite": "kvstore_sqlite:SQLiteStore"}
     )
 
 

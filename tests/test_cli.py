@@ -24,6 +24,7 @@ from kvstore.bench import RawFiles, TierUnderTest
 from kvstore.cli import EXIT_FAULT, EXIT_NOT_INTACT, EXIT_OK, EXIT_USAGE, cli, run
 from kvstore.errors import ConfigurationError, InvalidOptionError, StoreNotFoundError, TierUnavailable
 from kvstore.url import TierURL
+from kvstore.values import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,8 +86,7 @@ def tree(folder: Path) -> dict[str, tuple[int, int]]:
 
 def occupied(tier: str, space: Namespace) -> int:
     """The sizes of the namespace's block files."""
-    folder = Path(TierURL.parse(tier).location) / space.name
-    return sum(file.stat().st_size for file in folder.iterdir() if file.name != "manifest")
+    return sum(file.stat().st_size for file in Path(TierURL.parse(tier).location).glob(f"{space.name}-*"))
 
 
 # Help, and how fast it comes
@@ -183,7 +183,7 @@ def test_ls_of_a_namespace_that_is_not_there_lists_those_that_are(
 
 
 def damage(tier: str, number: int, *, cut: bool = False) -> Path:
-    file = Path(TierURL.parse(tier).location) / MODEL.name / f"0-{KEYS[number].digest.hex()}"
+    file = Path(TierURL.parse(tier).location) / name_of(MODEL, KEYS[number])
     data = file.read_bytes()
     file.write_bytes(data[:100] if cut else bytes([data[0] ^ 1]) + data[1:])
     return file

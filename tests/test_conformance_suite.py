@@ -113,9 +113,7 @@ def test_the_readme_store_passes_the_tests_that_the_readme_shows(tmp_path: Path)
 
 def test_a_checksum_that_knows_nothing_of_the_key_is_caught(tmp_path: Path) -> None:
     """Right bytes under the wrong key, as a rename puts them there."""
-    store = code("python")
-    careless = store.replace("crc32c(data, crc32c(address + place))", "crc32c(data, crc32c(bytes(place)))")
-    assert careless != store
+    careless = code("python") + "\n\nfrom kvstore import values\n\nvalues.address_of = lambda namespace, key: b''\n"
     _, failed = run_suite(tmp_path, readme_store(tmp_path, careless), code("python", 1))
     assert failed == {
         "test_two_blocks_swapped",
@@ -146,7 +144,7 @@ def test_a_suite_without_a_url_says_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_the_readme_store_is_as_short_as_it_claims() -> None:
-    assert code_lines(code("python")) <= 90
+    assert code_lines(code("python")) <= 40
 
 
 def test_nothing_in_kvstore_needs_what_only_tests_need() -> None:

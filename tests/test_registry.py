@@ -23,6 +23,7 @@ from kvstore.errors import (
 )
 from kvstore.registry import BUILTINS, backend_class, known_schemes
 from kvstore.url import TierURL
+from kvstore.values import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -167,7 +168,7 @@ def test_the_readme_backend_gives_back_what_was_put(tmp_path: Path) -> None:
 def test_the_readme_backend_finds_damaged_and_misplaced_blocks(tmp_path: Path) -> None:
     with kvstore.open_store(f"dir://{tmp_path}/kv") as store:
         store.put_many(SPACE, [BlockWrite(key, bytes(4096)) for key in KEYS])
-        files = [tmp_path / "kv" / SPACE.name / f"0-{key.digest.hex()}" for key in KEYS]
+        files = [tmp_path / "kv" / name_of(SPACE, key) for key in KEYS]
         files[0].write_bytes(b"\1" + files[0].read_bytes()[1:])
         files[1].write_bytes(files[1].read_bytes() + b"\0")
         files[2].write_bytes(files[3].read_bytes())
@@ -184,7 +185,7 @@ def test_the_readme_backend_changes_nothing_when_it_is_read_only(tmp_path: Path)
     assert not (tmp_path / "kv").exists()
     with kvstore.open_store(f"dir://{tmp_path}/kv") as store:
         store.put_many(SPACE, [BlockWrite(KEYS[0], bytes(4096))])
-    file = tmp_path / "kv" / SPACE.name / f"0-{KEYS[0].digest.hex()}"
+    file = tmp_path / "kv" / name_of(SPACE, KEYS[0])
     file.write_bytes(bytes(4096))
     with kvstore.open_store(f"dir://{tmp_path}/kv", readonly=True) as store:
         assert store.put_many(SPACE, [BlockWrite(KEYS[1], bytes(4096))]) == [PutOutcome.FAILED]

@@ -50,6 +50,10 @@ class Footprint:
         """What the opening made in `path`. Directly after it."""
         return frozenset(_names(self.path)) - self.before
 
+    def bearing(self, name: str) -> frozenset[str]:
+        """What came to be in `path` since then and has `name` in its own name."""
+        return frozenset(found for found in _names(self.path) if name in found) - self.before
+
     def remove(self, names: Iterable[str], mode: int) -> str | None:
         """Remove `names` from `path`, and the folders that were made; why not, if others use what is there.
 

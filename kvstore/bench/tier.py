@@ -99,7 +99,7 @@ class TierUnderTest(Contestant):
             self._clear_own(store)
             mode = store.url.option(MODE)
         if self._footprint is not None:
-            reason = self._footprint.remove({*self._made, self._namespace.name}, mode)
+            reason = self._footprint.remove(self._made | self._footprint.bearing(self._namespace.name), mode)
             if reason is not None:
                 self.notes.append(f"{self._url} stays, without the benchmark's blocks: {reason}")
 

@@ -7,19 +7,19 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from readme_backend import install
+from readme_backend import install, install_sqlite
 from tiers import Tier
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 PERSISTENT = ("file-direct", "file-buffered", "lmdb")
-EVERY_BACKEND = ("memory", *PERSISTENT, "readme")
+EVERY_BACKEND = ("memory", *PERSISTENT, "readme", "sqlite")
 
 
 @pytest.fixture(params=EVERY_BACKEND)
 def backend(request: pytest.FixtureRequest) -> str:
-    """Every backend there is, that of `backends/README.md` included."""
+    """Every backend there is, those that third parties could have written included."""
     backend: str = request.param
     return backend
 
@@ -36,12 +36,19 @@ def readme_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return install(tmp_path_factory.mktemp("site"))
 
 
+@pytest.fixture(scope="session")
+def sqlite_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the backend of `tests/kvstore_sqlite.py` is installed."""
+    return install_sqlite(tmp_path_factory.mktemp("site"))
+
+
 @pytest.fixture
 def backend_url(backend: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A URL of every backend, with nothing there yet."""
-    if backend == "readme":
-        monkeypatch.syspath_prepend(request.getfixturevalue("readme_site"))
+    if backend in ("readme", "sqlite"):
+        monkeypatch.syspath_prepend(request.getfixturevalue(f"{backend}_site"))
         monkeypatch.delitem(sys.modules, "kvstore_dir", raising=False)
+        monkeypatch.delitem(sys.modules, "kvstore_sqlite", raising=False)
     return url_of(backend, tmp_path)
 
 
@@ -58,6 +65,8 @@ def url_of(kind: str, folder: Path) -> str:
             return f"file://{folder}/tier?io=buffered"
         case "lmdb":
             return f"lmdb://{folder}/tier.lmdb"
+        case "sqlite":
+            return f"sqlite://{folder}/tier.sqlite"
         case _:
             return f"dir://{folder}/tier"
 

@@ -7,12 +7,14 @@ be opened twice in one process.
 from __future__ import annotations
 
 import contextlib
+import sqlite3
 import struct
 from typing import TYPE_CHECKING
 
 import lmdb
 
 from kvstore.environment import MAP_SIZE
+from kvstore.values import name_of
 from kvstore_zarr.metadata import NamespaceTree
 
 if TYPE_CHECKING:
@@ -33,6 +35,10 @@ def read(tier: Tier, place: Place) -> bytes:
     if tier.url.startswith("lmdb"):
         with _entries(tier) as (txn, table):
             return bytes(txn.get(address(place), db=table))
+    if tier.url.startswith("sqlite"):
+        with _rows(tier) as rows:
+            value: bytes = rows.execute("SELECT value FROM kv WHERE name = ?", (name_of(*place),)).fetchone()[0]
+            return value
     return file_of(tier, place).read_bytes()
 
 
@@ -41,6 +47,10 @@ def put(tier: Tier, place: Place, data: bytes) -> None:
     if tier.url.startswith("lmdb"):
         with _entries(tier) as (txn, table):
             txn.put(address(place), data, db=table)
+        return
+    if tier.url.startswith("sqlite"):
+        with _rows(tier) as rows:
+            rows.execute("INSERT OR REPLACE INTO kv VALUES (?, ?)", (name_of(*place), data))
         return
     path = file_of(tier, place)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,6 +62,10 @@ def remove(tier: Tier, place: Place) -> None:
     if tier.url.startswith("lmdb"):
         with _entries(tier) as (txn, table):
             assert txn.delete(address(place), db=table)
+        return
+    if tier.url.startswith("sqlite"):
+        with _rows(tier) as rows:
+            assert rows.execute("DELETE FROM kv WHERE name = ?", (name_of(*place),)).rowcount == 1
         return
     file_of(tier, place).unlink()
 
@@ -73,7 +87,7 @@ def file_of(tier: Tier, place: Place) -> Path:
     assert tier.path is not None
     space, key = place
     if tier.url.startswith("dir"):
-        return tier.path / space.name / f"{key.group}-{key.digest.hex()}"
+        return tier.path / name_of(space, key)
     return tier.path / NamespaceTree(space).block(key)
 
 
@@ -92,3 +106,10 @@ def _entries(tier: Tier) -> Iterator[tuple[lmdb.Transaction, object]]:
     assert tier.path is not None
     with _environment(tier.path) as environment, environment.begin(write=True) as txn:
         yield txn, environment.open_db(b"blocks", txn)
+
+
+@contextlib.contextmanager
+def _rows(tier: Tier) -> Iterator[sqlite3.Connection]:
+    assert tier.path is not None
+    with contextlib.closing(sqlite3.connect(tier.path, timeout=30, isolation_level=None)) as connection:
+        yield connection

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TestEveryBackend(StoreTests):
-    """memory, file with and without O_DIRECT, lmdb, and the example of `backends/README.md`."""
+    """memory, file with and without O_DIRECT, lmdb, the example of `backends/README.md`, and one on SQLite."""
 
     @pytest.fixture
     def url(self, backend_url: str) -> str:
