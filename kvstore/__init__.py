@@ -14,6 +14,7 @@ Importing this loads no backend, neither zarr nor torch.
 from kvstore.abc import BlockStore, Capabilities
 from kvstore.keys import KeyExtras, Media, block_keys, chain_digests
 from kvstore.layout import BlockLayout
+from kvstore.marks import Mark, MarkOutcome
 from kvstore.namespace import Namespace
 from kvstore.registry import open_store
 from kvstore.types import (
@@ -39,6 +40,8 @@ __all__ = [
     "GetOutcome",
     "KeyExtras",
     "LookupResult",
+    "Mark",
+    "MarkOutcome",
     "Media",
     "Namespace",
     "PutOutcome",

@@ -20,12 +20,15 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from kvstore.marks import MarkOutcome
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from types import TracebackType
     from typing import Self
 
     from kvstore.doctor import Finding
+    from kvstore.marks import Mark
     from kvstore.namespace import Namespace
     from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, Usage
     from kvstore.url import Option, TierURL
@@ -51,6 +54,8 @@ class Capabilities:
     """Bytes per call that suit the store; a caller with more splits it, and runs the calls side by side."""
     notes: tuple[str, ...] = ()
     """What an operator should know, e.g. why O_DIRECT is not in use."""
+    marks: bool = False
+    """Labels, pins and tenants are kept (`BlockStore.mark_many`)."""
 
 
 class BlockStore(ABC):
@@ -119,6 +124,28 @@ class BlockStore(ABC):
         Recency is told, not guessed: the hottest prefix lives in memory above and is never read from here. May
         take effect later (with the next put). A store that evicts nothing does nothing.
         """
+
+    def mark_many(self, namespace: Namespace, keys: Sequence[BlockKey], mark: Mark) -> list[MarkOutcome]:
+        """Say something of blocks that are there; what was said of them before stays.
+
+        Marks are kept for as long as the block is and survive a restart; a block that went and is stored anew has none.
+        A pinned block is evicted by nobody; deleted, or found damaged, it goes like any other. Under a capacity no more
+        than one part in `kvstore.marks.PINNABLE` of it can be pinned: of a batch the first blocks are, the others have
+        the mark without its pin and are `UNPINNED`. A store without `Capabilities.marks` says `MISSING` of each.
+        """
+        del namespace, mark
+        return [MarkOutcome.MISSING] * len(keys)
+
+    def unmark_many(self, namespace: Namespace, keys: Sequence[BlockKey], mark: Mark) -> list[bool]:
+        """Take back what `mark` stands for: marks with their pins or, if it is pinned, their pins alone; True for each
+        block that had any. Without its last pin a block is as young for eviction as its last use says.
+        """
+        del namespace, mark
+        return [False] * len(keys)
+
+    def scan_marked(self, namespace: Namespace, mark: Mark) -> Iterator[BlockInfo]:
+        """`scan`, of the blocks alone that have a mark which `mark` stands for. `Mark()`: any mark."""
+        return (info for info in self.scan(namespace) if any(mark.names(one) for one in info.marks))
 
     @classmethod
     def diagnose(cls, url: TierURL, usage: Usage | None) -> Iterable[Finding]:  # noqa: ARG003 - for backends that look

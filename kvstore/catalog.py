@@ -1,4 +1,4 @@
-"""What a local tier knows of its blocks: sizes, ages, chains, totals, and what is in flight.
+"""What a local tier knows of its blocks: sizes, ages, chains, marks, totals, and what is in flight.
 
 `file://` keeps its catalogue beside the blocks; `lmdb://` keeps it in the same environment as their bytes. The
 operations here are parts of a transaction; the backends compose them (plan and find in a `Snapshot`; reserve, publish,
@@ -12,26 +12,39 @@ from __future__ import annotations
 import json
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvstore.environment import Environment
 from kvstore.errors import (
     CapacityMismatchError,
     NewerFormatError,
     NotAStoreError,
-    StoreDamagedError,
+    StoreFullError,
     StoreNotFoundError,
 )
-from kvstore.namespace import Namespace
-from kvstore.records import FORMAT_VERSION, NO_CAPACITY, Entry, Intent, Totals, Victim, address_of
+from kvstore.marking import marked, unmarked
+from kvstore.marks import PINNABLE
+from kvstore.records import (
+    FORMAT_VERSION,
+    NO_CAPACITY,
+    Entry,
+    Intent,
+    Totals,
+    Victim,
+    address_of,
+)
+from kvstore.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Sequence
     from pathlib import Path
 
     import lmdb
+
+    from kvstore.marks import Mark, MarkOutcome
+    from kvstore.namespace import Namespace
 
 __all__ = [
     "DATABASES",
@@ -48,7 +61,9 @@ __all__ = [
     "stored_capacity",
 ]
 
-DATABASES = ("meta", "age", "intents", "namespaces", "info")
+T = TypeVar("T")
+
+DATABASES = ("meta", "age", "marks", "intents", "namespaces", "info")
 """The named databases that `Environment.open` must be given (a backend may add its own)."""
 
 SETTLED_ALONG = 32
@@ -57,85 +72,8 @@ SETTLED_ALONG = 32
 SETTLE_DUE = 256
 """Notes after which `Catalog.note` asks for a `settle`."""
 
-
-class Snapshot:
-    """The catalogue as of one moment, in a read transaction. For one thread; use it within its `with` and briefly."""
-
-    def __init__(self, txn: lmdb.Transaction[memoryview], catalog: Catalog) -> None:
-        """For `Catalog.read` and `Catalog.write`."""
-        self.txn = txn
-        self._catalog = catalog
-        databases = catalog.environment.databases
-        self._meta, self._age, self._info = databases["meta"], databases["age"], databases["info"]
-        self._intents, self._namespaces = databases["intents"], databases["namespaces"]
-
-    def totals(self) -> Totals:
-        """The sums; O(1)."""
-        value = self.txn.get(b"totals", db=self._info)
-        if value is None:
-            raise StoreDamagedError(f"{self._catalog.environment.directory}: the catalogue has no totals")
-        return Totals.unpacked(value)
-
-    def find(self, addresses: Sequence[bytes]) -> list[Entry | None]:
-        """The entry of each address, None where there is none."""
-        found = {
-            (address := bytes(key)): Entry.unpacked(address, value)
-            for key, value in self.txn.cursor(self._meta).getmulti(addresses)
-        }
-        return [found.get(address) for address in addresses]
-
-    def contains(self, addresses: Sequence[bytes]) -> list[bool]:
-        """Whether each address has an entry. The cheapest question."""
-        found = {bytes(key) for key in self.txn.cursor(self._meta).getmulti(addresses, values=False)}
-        return [address in found for address in addresses]
-
-    def oldest(self) -> Iterator[Victim]:
-        """All blocks, least recently used first; what this process used since (`Catalog.note`) comes at the end."""
-        young: list[Victim] = []
-        for key, value in self.txn.cursor(self._age).iternext():
-            victim = Victim.unpacked(key, value)
-            if self._catalog.noted(victim.address):
-                young.append(victim)
-            else:
-                yield victim
-        yield from sorted(young, key=lambda victim: self._catalog.noted(victim.address))
-
-    def scan(self, fingerprint: bytes, after: bytes = b"") -> Iterator[Entry]:
-        """Every entry of one namespace in address order, from the first one behind the address `after`."""
-        cursor = self.txn.cursor(self._meta)
-        if cursor.set_range(max(fingerprint, after)):
-            for key, value in cursor.iternext():
-                address = bytes(key)
-                if not address.startswith(fingerprint):
-                    return
-                if address != after:
-                    yield Entry.unpacked(address, value)
-
-    def intents(self, lease: bytes = b"") -> list[Intent]:
-        """The intents of one lease, or of all."""
-        found: list[Intent] = []
-        cursor = self.txn.cursor(self._intents)
-        for key, value in cursor.iternext() if cursor.set_range(lease or b"\0") else ():
-            intent = Intent.unpacked(key, value)
-            if lease and intent.lease != lease:
-                break
-            found.append(intent)
-        return found
-
-    def namespaces(self) -> list[Namespace]:
-        """Those whose manifests were recorded. One that cannot be read is passed over (see `unreadable`)."""
-        return [namespace for _, namespace in self._manifests() if namespace is not None]
-
-    def unreadable(self) -> list[bytes]:
-        """The fingerprints whose recorded manifests cannot be read, or are another namespace's."""
-        return [fingerprint for fingerprint, namespace in self._manifests() if namespace is None]
-
-    def _manifests(self) -> Iterator[tuple[bytes, Namespace | None]]:
-        for key, value in self.txn.cursor(self._namespaces).iternext():
-            fingerprint, namespace = bytes(key), None
-            with suppress(AttributeError, KeyError, TypeError, ValueError):
-                namespace = Namespace.from_manifest(json.loads(bytes(value)))
-            yield fingerprint, namespace if namespace and namespace.fingerprint == fingerprint else None
+MARKED_AT_ONCE = 256
+"""Blocks marked in one transaction: some 5 LMDB calls each, while every other writer waits."""
 
 
 class Change(Snapshot):
@@ -171,16 +109,18 @@ class Change(Snapshot):
                 taken.add(entry.address)
                 fresh.append(entry)
         self._put(fresh)
-        self._add(blocks=len(fresh), used=sum(entry.size for entry in fresh))
+        self._index(fresh)
+        self._account(fresh)
         return won
 
     def evict(self, victims: Iterable[Victim]) -> list[Victim]:
-        """Take out each victim that nobody used, removed or replaced since it was read; returns those taken out."""
-        gone = [
-            victim
-            for victim in victims
-            if self.txn.delete(victim.name, db=self._age) and self.txn.delete(victim.address, db=self._meta)
-        ]
+        """Take out each victim that nobody used, pinned, removed or replaced since it was read; returns those taken
+        out.
+        """
+        gone = [victim for victim in victims if self.txn.delete(victim.name, db=self._age)]
+        self._unindex(self.find([victim.address for victim in gone]))
+        for victim in gone:
+            self.txn.delete(victim.address, db=self._meta)
         self._add(blocks=-len(gone), used=-sum(victim.size for victim in gone))
         return gone
 
@@ -194,8 +134,21 @@ class Change(Snapshot):
                 self.txn.delete(entry.age()[0], db=self._age)
                 self.txn.delete(address, db=self._meta)
                 gone.append(entry)
-        self._add(blocks=-len(gone), used=-sum(entry.size for entry in gone))
+        self._unindex(gone)
+        self._account(gone, -1)
         return gone
+
+    def mark(self, addresses: Sequence[bytes], mark: Mark) -> list[MarkOutcome]:
+        """Add a mark to each block, as far as it may be pinned."""
+        outcomes, changed = marked(self.find(addresses), mark, self._totals.pinnable)
+        self._change(changed)
+        return outcomes
+
+    def unmark(self, addresses: Sequence[bytes], mark: Mark) -> list[bool]:
+        """Take back what `mark` stands for; True for each block that had some of it."""
+        outcomes, changed = unmarked(self.find(addresses), mark)
+        self._change(changed)
+        return outcomes
 
     def generations(self, count: int) -> int:
         """`count` new generation numbers, never given out before; the first of them (>= 1)."""
@@ -250,9 +203,9 @@ class Change(Snapshot):
 
     def clear(self) -> None:
         """Forget every block and intent and zero the sums; format, cap, namespaces and counters stay."""
-        for database in (self._meta, self._age, self._intents):
+        for database in (self._meta, self._age, self._marks, self._intents):
             self.txn.drop(database, delete=False)
-        self._totals = replace(self._totals, blocks=0, used=0, reserved=0)
+        self._totals = replace(self._totals, blocks=0, used=0, reserved=0, pinned=0)
 
     def finish(self) -> None:
         """Write the totals if they changed. `Catalog.write` calls it."""
@@ -262,7 +215,35 @@ class Change(Snapshot):
     def _put(self, entries: Sequence[Entry]) -> None:
         if entries:
             self.txn.cursor(self._meta).putmulti([(entry.address, entry.packed()) for entry in entries])
-            self.txn.cursor(self._age).putmulti([entry.age() for entry in entries])
+            self.txn.cursor(self._age).putmulti([entry.age() for entry in entries if not entry.pinned])
+
+    def _change(self, changed: Sequence[tuple[Entry, Entry]]) -> None:
+        """Put an entry's marks in place of what they were."""
+        before, after = [old for old, _ in changed], [new for _, new in changed]
+        self._unindex(before)
+        self._account(before, -1)
+        for entry in after:
+            if entry.pinned:
+                self.txn.delete(entry.age()[0], db=self._age)
+        self._put(after)
+        self._index(after)
+        self._account(after)
+
+    def _index(self, entries: Iterable[Entry]) -> None:
+        keys = [key for entry in entries if entry.marks for key in entry.index()]
+        if keys:
+            self.txn.cursor(self._marks).putmulti([(key, b"") for key in keys])
+
+    def _unindex(self, entries: Iterable[Entry | None]) -> None:
+        for entry in entries:
+            if entry is not None and entry.marks:
+                for key in entry.index():
+                    self.txn.delete(key, db=self._marks)
+
+    def _account(self, entries: Sequence[Entry], sign: int = 1) -> None:
+        """Count entries in, or out (`sign=-1`)."""
+        used, pinned = sum(entry.size for entry in entries), sum(entry.size for entry in entries if entry.pinned)
+        self._add(blocks=sign * len(entries), used=sign * used, pinned=sign * pinned)
 
     def _add(self, **differences: int) -> None:
         now = {name: getattr(self._totals, name) + difference for name, difference in differences.items()}
@@ -285,8 +266,9 @@ class Catalog:
         """Check the format, agree on the cap; the cap in force. Call it once, in `Presence.opening`.
 
         Whoever is alone may change the cap (and must then evict down to it); everybody else brings the same or none
-        at all: `capacity=None` accepts what is there. Raises `NewerFormatError`, `CapacityMismatchError`. On a
-        read-only environment nothing is written.
+        at all: `capacity=None` accepts what is there. Raises `NewerFormatError`, `CapacityMismatchError`, and
+        `StoreFullError` for a cap that leaves too little beside what is pinned. On a read-only environment nothing is
+        written.
         """
         if self.environment.readonly:
             with self.environment.read() as txn:
@@ -332,6 +314,26 @@ class Catalog:
         """When this process last used a block, if that is not settled yet; else 0."""
         return self._notes.get(address, (0, 0))[0]
 
+    def mark(self, addresses: Sequence[bytes], mark: Mark) -> list[MarkOutcome]:
+        """Add a mark to each block. Nothing is written, and nobody waited for, where there is nothing to add."""
+        return _in_parts(addresses, lambda some: self._marked(some, mark))
+
+    def _marked(self, addresses: Sequence[bytes], mark: Mark) -> list[MarkOutcome]:
+        with self.read() as snapshot:
+            outcomes, changed = marked(snapshot.find(addresses), mark, snapshot.totals().pinnable)
+        if changed:
+            with self.write() as change:
+                return change.mark(addresses, mark)
+        return outcomes
+
+    def unmark(self, addresses: Sequence[bytes], mark: Mark) -> list[bool]:
+        """Take back what `mark` stands for from each block; True for each that had some of it."""
+        return _in_parts(addresses, lambda some: self._unmarked(some, mark))
+
+    def _unmarked(self, addresses: Sequence[bytes], mark: Mark) -> list[bool]:
+        with self.write() as change:
+            return change.unmark(addresses, mark)
+
     def settle(self) -> None:
         """Write down every note, in transactions of bounded length. At close, and when `note` says so."""
         while self._notes:
@@ -342,6 +344,12 @@ class Catalog:
         with self._lock:
             addresses = [address for address, _ in zip(self._notes, range(most), strict=False)]
             return [(address, *self._notes.pop(address)) for address in addresses]
+
+
+def _in_parts(addresses: Sequence[bytes], act: Callable[[Sequence[bytes]], list[T]]) -> list[T]:
+    """`act` on a bounded number of addresses at a time."""
+    starts = range(0, len(addresses), MARKED_AT_ONCE)
+    return [outcome for start in starts for outcome in act(addresses[start : start + MARKED_AT_ONCE])]
 
 
 def stored_capacity(directory: Path) -> int | None:
@@ -391,5 +399,10 @@ def _agreed(
             f"{environment.directory} has capacity={current.capacity or 'none'}, which other users rely on now;"
             f" capacity={capacity} was asked for: give the same or leave it out; to change it, close the tier"
             " everywhere and open it with the new one"
+        )
+    if capacity < PINNABLE * current.pinned:
+        raise StoreFullError(
+            f"{environment.directory}: {current.pinned} bytes are pinned there, and of a capacity of {capacity} no more"
+            f" than one part in {PINNABLE} may be: give at least {PINNABLE * current.pinned}, or take back pins first"
         )
     return False, replace(current, capacity=capacity)

@@ -7,15 +7,17 @@ fields follow each other without padding):
 
 | database | key | value |
 |---|---|---|
-| `meta` | address | flags u16, parent's length u16, hits u32, size u64, generation u64, created u64, last used u64, position i64, parent |
+| `meta` | address | flags u16, parent's length u16, hits u32, size u64, generation u64, created u64, last used u64, position i64, parent, marks |
 | `age` | last used u64 big-endian, address | size u64, generation u64 |
+| `marks` | `L` and a label or `T` and a tenant, a zero byte, address | nothing |
 | `intents` | lease (16 bytes), number u64 big-endian | reserved u64, then what the backend wrote |
 | `namespaces` | fingerprint | the manifest as compact sorted ASCII JSON |
 | `info` | `format` | version u32 |
-| | `totals` | capacity u64 (0: none), blocks u64, used u64, reserved u64, overhead u64, next generation u64, next intent u64 |
+| | `totals` | capacity u64 (0: none), blocks u64, used u64, reserved u64, overhead u64, next generation u64, next intent u64, pinned u64 |
 
-`size` is what a block occupies as the device counts it. One `age` entry per `meta` entry, always, so that the front of
-`age` is the next victim.
+`size` is what a block occupies as the device counts it. A mark is flags u8 (1: pinned), the lengths of label and tenant
+u8 each, then both in UTF-8; marks follow each other to the end of the value. One `age` entry per `meta` entry without a
+pin, always, so that the front of `age` is the next victim; one `marks` entry per label and per tenant of each block.
 """  # noqa: E501 - a table's row is a line
 
 from __future__ import annotations
@@ -24,13 +26,16 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvstore.marks import PINNABLE, Mark
 from kvstore.namespace import FINGERPRINT_BYTES
 from kvstore.types import NO_PARENT, NO_POSITION, BlockInfo, BlockKey
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvstore.namespace import Namespace
 
-__all__ = ["FORMAT_VERSION", "NO_CAPACITY", "Entry", "Intent", "Totals", "Victim", "address_of"]
+__all__ = ["FORMAT_VERSION", "NO_CAPACITY", "Entry", "Intent", "Totals", "Victim", "address_of", "mark_prefix"]
 
 FORMAT_VERSION = 0
 
@@ -41,7 +46,9 @@ _META = struct.Struct("<HHIQQQQq")
 _AGE = struct.Struct("<QQ")
 _ORDER = struct.Struct(">Q")
 _RESERVED = struct.Struct("<Q")
-_TOTALS = struct.Struct("<7Q")
+_TOTALS = struct.Struct("<8Q")
+_MARK = struct.Struct("<BBB")
+_PINNED = 1
 _GROUP = struct.Struct(">H")
 _LEASE_BYTES = 16
 
@@ -49,6 +56,11 @@ _LEASE_BYTES = 16
 def address_of(namespace: Namespace, key: BlockKey) -> bytes:
     """Where `key` stands in the catalogue: fingerprint, group, digest. 34 to 82 bytes."""
     return namespace.fingerprint + _GROUP.pack(key.group) + key.digest
+
+
+def mark_prefix(*, label: str = "", tenant: str = "") -> bytes:
+    """What the keys in `marks` of a label or of a tenant begin with; the rest is the address."""
+    return (b"L" + label.encode() if label else b"T" + tenant.encode()) + b"\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +78,12 @@ class Entry:
     parent: bytes = NO_PARENT
     flags: int = 0
     """None defined in version 0; kept as found."""
+    marks: tuple[Mark, ...] = ()
+
+    @property
+    def pinned(self) -> bool:
+        """Whether it is not to be evicted, and so has no place in `age`."""
+        return any(mark.pinned for mark in self.marks)
 
     @property
     def key(self) -> BlockKey:
@@ -76,23 +94,52 @@ class Entry:
     def info(self) -> BlockInfo:
         """As a store's `scan` reports it."""
         created, used = self.created / 1e9, self.last_used / 1e9
-        return BlockInfo(self.key, self.size, created, used, self.hits, self.position, self.parent)
+        return BlockInfo(self.key, self.size, created, used, self.hits, self.position, self.parent, self.marks)
 
     def packed(self) -> bytes:
         """The value in `meta`."""
         head = (self.flags, len(self.parent), self.hits, self.size, self.generation, self.created, self.last_used)
-        return _META.pack(*head, self.position) + self.parent
+        return b"".join((_META.pack(*head, self.position), self.parent, *map(_packed_mark, self.marks)))
 
     @classmethod
     def unpacked(cls, address: bytes, value: memoryview | bytes) -> Entry:
         """The entry that `packed` made `value` of."""
         flags, length, hits, size, generation, created, used, position = _META.unpack_from(value)
-        parent = bytes(value[_META.size : _META.size + length])
-        return cls(address, size, created, used, generation, hits, position, parent, flags)
+        end = _META.size + length
+        parent = bytes(value[_META.size : end])
+        marks = _unpacked_marks(bytes(value[end:])) if end < len(value) else ()
+        return cls(address, size, created, used, generation, hits, position, parent, flags, marks)
 
     def age(self) -> tuple[bytes, bytes]:
         """The item in `age`."""
         return _ORDER.pack(self.last_used) + self.address, _AGE.pack(self.size, self.generation)
+
+    def index(self) -> Iterator[bytes]:
+        """The keys in `marks`."""
+        yield from (mark_prefix(label=label) + self.address for label in {mark.label for mark in self.marks} - {""})
+        yield from (mark_prefix(tenant=name) + self.address for name in {mark.tenant for mark in self.marks} - {""})
+
+
+def _packed_mark(mark: Mark) -> bytes:
+    label, tenant = mark.label.encode(), mark.tenant.encode()
+    return _MARK.pack(_PINNED if mark.pinned else 0, len(label), len(tenant)) + label + tenant
+
+
+def _unpacked_marks(value: bytes) -> tuple[Mark, ...]:
+    marks: list[Mark] = []
+    start = 0
+    while start < len(value):
+        flags, label, tenant = _MARK.unpack_from(value, start)
+        middle = start + _MARK.size + label
+        end = middle + tenant
+        try:
+            marks.append(
+                Mark(value[middle - label : middle].decode(), bool(flags & _PINNED), value[middle:end].decode())
+            )
+        except ValueError as error:  # no text of ours
+            raise struct.error(f"no mark: {error}") from error
+        start = end
+    return tuple(marks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +177,8 @@ class Totals:
     """What the backend said it keeps aside for everything else (`Change.set_overhead`)."""
     next_generation: int = 1
     next_intent: int = 0
+    pinned: int = 0
+    """How much of `used` is in entries that are not to be evicted."""
 
     @property
     def room(self) -> int | None:
@@ -138,10 +187,20 @@ class Totals:
             return None
         return self.capacity - self.used - self.reserved - self.overhead
 
+    @property
+    def pinnable(self) -> int | None:
+        """What may still be pinned; None when there is no cap."""
+        return None if self.capacity is None else self.capacity // PINNABLE - self.pinned
+
+    @property
+    def evictable(self) -> int:
+        """What evicting everything that may go would free."""
+        return self.used - self.pinned
+
     def packed(self) -> bytes:
         """The value in `info`."""
-        sums = (self.blocks, self.used, self.reserved, self.overhead, self.next_generation, self.next_intent)
-        return _TOTALS.pack(self.capacity or NO_CAPACITY, *sums)
+        sums = (self.blocks, self.used, self.reserved, self.overhead)
+        return _TOTALS.pack(self.capacity or NO_CAPACITY, *sums, self.next_generation, self.next_intent, self.pinned)
 
     @classmethod
     def unpacked(cls, value: memoryview | bytes) -> Totals:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+    from kvstore.marks import Mark
+
 __all__ = [
     "NO_PARENT",
     "NO_POSITION",
@@ -129,6 +131,23 @@ class BlockInfo:
     hits: int = 0
     position: int = NO_POSITION
     parent: bytes = NO_PARENT
+    marks: tuple[Mark, ...] = ()
+    """What was said of it (`BlockStore.mark_many`)."""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Its labels, in order."""
+        return tuple(sorted({mark.label for mark in self.marks} - {""}))
+
+    @property
+    def tenants(self) -> tuple[str, ...]:
+        """Whose it is, in order."""
+        return tuple(sorted({mark.tenant for mark in self.marks} - {""}))
+
+    @property
+    def pinned(self) -> bool:
+        """Whether a mark keeps it from being evicted."""
+        return any(mark.pinned for mark in self.marks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +156,7 @@ class Usage:
 
     `used` is what published blocks occupy, `reserved` what puts in flight may still write, `overhead` the store's own
     records (catalogue, directories, temporaries). `capacity` is the cap on their sum, None where there is none.
+    `pinned` is how much of `used` is not evicted (`kvstore.marks`).
     """
 
     blocks: int
@@ -144,3 +164,4 @@ class Usage:
     reserved: int = 0
     overhead: int = 0
     capacity: int | None = None
+    pinned: int = 0

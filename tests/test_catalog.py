@@ -419,7 +419,7 @@ def test_the_bytes_are_those_of_format_0(tmp_path: Path, stranger: Executor) -> 
     age = bytes.fromhex("00000000000003ed")
     assert tables["age"] == {age + address: bytes.fromhex("0010010000000000 0200000000000000")}
     assert tables["intents"] == {LEASE + bytes(8): bytes.fromhex("2c01000000000000") + b"payload"}
-    totals = struct.pack("<7Q", 77_000, 1, 69632, 300, 11, 5, 1)
+    totals = struct.pack("<8Q", 77_000, 1, 69632, 300, 11, 5, 1, 0)
     assert tables["info"] == {b"format": bytes(4), b"totals": totals}
     (manifest,) = tables["namespaces"].values()
     assert Namespace.from_manifest(json.loads(manifest)) == SPACE

@@ -25,6 +25,7 @@ import numpy as np
 from kvstore.abc import BlockStore, Capabilities
 from kvstore.catalog import Entry, address_of
 from kvstore.errors import StoreClosedError, TierUnavailable
+from kvstore.marks import MarkOutcome
 from kvstore.types import NO_POSITION, BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, Usage
 from kvstore.url import CAPACITY, DURABILITY, MODE, READONLY, Option, TierURL
 from kvstore_lmdb.entry import HEADER_BYTES, Bytes, fill, is_intact, read_into, stored_bytes
@@ -36,8 +37,9 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from kvstore.catalog import Change, Totals
+    from kvstore.catalog import Change, Snapshot, Totals
     from kvstore.doctor import Finding
+    from kvstore.marks import Mark
     from kvstore.namespace import Namespace
     from kvstore_lmdb.space import Space
 
@@ -99,6 +101,7 @@ class LMDBStore(BlockStore):
             io="mmap",
             batch_bytes=self._tier.space.chunk,
             notes=self._tier.notes,
+            marks=True,
         )
 
     def namespaces(self) -> list[Namespace]:
@@ -148,23 +151,22 @@ class LMDBStore(BlockStore):
             return [False] * len(addresses)
         removed: list[bool] = []
         for start in range(0, len(addresses), _TOGETHER):
-            some = addresses[start : start + _TOGETHER]
-            with self._telling():
-                done = self._patiently(partial(self._remove_all, some))
-            if done is None:
-                raise TierUnavailable(f"{self.url}: no page is free to delete with while a reader does not end")
-            removed += done
+            removed += self._rewritten(partial(self._remove_all, addresses[start : start + _TOGETHER]))
         return removed
 
     def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
         self._tier.environment.ensure_open()
-        return self._scan(namespace.fingerprint)
+        return self._scan(lambda snapshot, after: snapshot.scan(namespace.fingerprint, after))
 
-    def _scan(self, fingerprint: bytes) -> Iterator[BlockInfo]:
+    def scan_marked(self, namespace: Namespace, mark: Mark) -> Iterator[BlockInfo]:
+        self._tier.environment.ensure_open()
+        return self._scan(lambda snapshot, after: snapshot.scan_marked(namespace.fingerprint, mark, after))
+
+    def _scan(self, entries_after: Callable[[Snapshot, bytes], Iterator[Entry]]) -> Iterator[BlockInfo]:
         after = b""
         while True:
             with self._telling(), self._tier.catalog.read() as snapshot:
-                entries = list(islice(snapshot.scan(fingerprint, after), _PAGE_OF_SCAN))
+                entries = list(islice(entries_after(snapshot, after), _PAGE_OF_SCAN))
             if not entries:
                 return
             yield from (entry.info() for entry in entries)
@@ -174,7 +176,7 @@ class LMDBStore(BlockStore):
         with self._telling(), self._tier.catalog.read() as snapshot:
             totals = snapshot.totals()
             overhead = max(0, _occupied(self._tier.directory) - totals.used)
-        return Usage(totals.blocks, totals.used, totals.reserved, overhead, totals.capacity)
+        return Usage(totals.blocks, totals.used, totals.reserved, overhead, totals.capacity, totals.pinned)
 
     def touch_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
         addresses = self._addresses(namespace, keys)
@@ -187,6 +189,26 @@ class LMDBStore(BlockStore):
         from kvstore_lmdb.diagnosis import diagnose
 
         return diagnose(url, usage)
+
+    def mark_many(self, namespace: Namespace, keys: Sequence[BlockKey], mark: Mark) -> list[MarkOutcome]:
+        addresses = self._addresses(namespace, keys)
+        if self._readonly:
+            return [MarkOutcome.FAILED] * len(addresses)
+        return self._rewritten(lambda _: self._tier.catalog.mark(addresses, mark))
+
+    def unmark_many(self, namespace: Namespace, keys: Sequence[BlockKey], mark: Mark) -> list[bool]:
+        addresses = self._addresses(namespace, keys)
+        if self._readonly:
+            return [False] * len(addresses)
+        return self._rewritten(lambda _: self._tier.catalog.unmark(addresses, mark))
+
+    def _rewritten(self, act: Callable[[int], list[T]]) -> list[T]:
+        """A change to entries that are there, which needs pages to be free."""
+        with self._telling():
+            done = self._patiently(act)
+        if done is None:
+            raise TierUnavailable(f"{self.url}: no page is free to write with while a reader does not end")
+        return done
 
     def close(self) -> None:
         with self._closing:
@@ -302,7 +324,7 @@ class LMDBStore(BlockStore):
         space = self._space()
         with self._tier.environment.read() as txn:
             room = space.room(totals, tree_bytes(self._tier.catalog, txn))
-        evictable = 0 if totals.capacity is None else totals.used
+        evictable = 0 if totals.capacity is None else totals.evictable
         return room is None or need + space.slack(need, 0) <= room + evictable
 
     def _patiently(self, act: Callable[[int], T | None]) -> T | None:

@@ -105,9 +105,9 @@ def evict(catalog: Catalog, space: Space, *, room: int, most: int) -> int:
 def tree_bytes(catalog: Catalog, txn: lmdb.Transaction[memoryview]) -> int:
     """What LMDB's trees of the larger databases occupy, the blocks' own pages not counted."""
     pages = 0
-    for name in (BLOCKS, "meta", "age"):
+    for name in (BLOCKS, "meta", "age", "marks"):
         stat = txn.stat(catalog.environment.databases[name])
-        pages += stat["branch_pages"] + stat["leaf_pages"]
+        pages += stat["branch_pages"] + stat["leaf_pages"] + (0 if name == BLOCKS else stat["overflow_pages"])
     return pages * PAGE
 
 

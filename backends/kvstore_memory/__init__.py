@@ -19,12 +19,14 @@ from kvstore.abc import BlockStore, Capabilities
 from kvstore.errors import InvalidOptionError, StoreClosedError, StoreNotFoundError
 from kvstore.integrity import crc32c
 from kvstore.layout import as_bytes
+from kvstore.marks import MOST_MARKS, PINNABLE, MarkOutcome, with_mark, without_mark
 from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, Usage
 from kvstore.url import CAPACITY, READONLY, Capacity, Option, TierURL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from kvstore.marks import Mark
     from kvstore.namespace import Namespace
 
 __all__ = ["MemoryStore"]
@@ -35,6 +37,10 @@ class _Entry:
     data: bytes
     crc32c: int
     info: BlockInfo
+
+    @property
+    def pinned_bytes(self) -> int:
+        return len(self.data) if self.info.pinned else 0
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -47,6 +53,25 @@ class _Shelf:
         default_factory=OrderedDict["tuple[bytes, BlockKey]", _Entry]
     )
     used: int = 0
+    pinned: int = 0
+
+    def remove(self, address: tuple[bytes, BlockKey]) -> bool:
+        """Take a block away; whether it was there. Under the lock."""
+        entry = self.entries.pop(address, None)
+        if entry is not None:
+            self.used -= len(entry.data)
+            self.pinned -= entry.pinned_bytes
+        return entry is not None
+
+    def oldest(self) -> tuple[bytes, BlockKey]:
+        """The least recently used block that may go: there is one whenever more is used than is pinned."""
+        return next(address for address, entry in self.entries.items() if not entry.info.pinned)
+
+    def set_marks(self, entry: _Entry, marks: tuple[Mark, ...]) -> None:
+        """Put `marks` in place of those that it has."""
+        self.pinned -= entry.pinned_bytes
+        entry.info = replace(entry.info, marks=marks)
+        self.pinned += entry.pinned_bytes
 
 
 _shelves: WeakValueDictionary[str, _Shelf] = WeakValueDictionary()
@@ -60,7 +85,7 @@ class MemoryStore(BlockStore):
 
     def __init__(self, url: TierURL) -> None:
         super().__init__(url)
-        self.capabilities = Capabilities(persistent=False, shared=False, can_hang=False, io="memory")
+        self.capabilities = Capabilities(persistent=False, shared=False, can_hang=False, io="memory", marks=True)
         self._pid = os.getpid()
         self._readonly = url.option(READONLY)
         capacity: Capacity | None = url.option(CAPACITY)
@@ -101,10 +126,10 @@ class MemoryStore(BlockStore):
             shelf.entries.move_to_end(address)
             return PutOutcome.EXISTS
         if self._capacity is not None:
-            if len(data) > self._capacity:
+            if shelf.pinned + len(data) > self._capacity:
                 return PutOutcome.FULL
             while shelf.used + len(data) > self._capacity:
-                shelf.used -= len(shelf.entries.popitem(last=False)[1].data)
+                shelf.remove(shelf.oldest())
         now = time.time()
         info = BlockInfo(block.key, len(data), now, now, 0, block.position, block.parent)
         shelf.entries[address] = _Entry(data, crc32c(data), info)
@@ -123,7 +148,7 @@ class MemoryStore(BlockStore):
                 return GetOutcome.MISS
             if len(entry.data) != into.nbytes or crc32c(entry.data) != entry.crc32c:
                 if not self._readonly:
-                    shelf.used -= len(shelf.entries.pop(address).data)
+                    shelf.remove(address)
                 return GetOutcome.CORRUPT
             shelf.entries.move_to_end(address)
             entry.info = replace(entry.info, hits=entry.info.hits + 1, last_used=time.time())
@@ -134,13 +159,8 @@ class MemoryStore(BlockStore):
         shelf = self._open()
         for key in keys:
             namespace.check_key(key)
-        removed: list[bool] = []
         with shelf.lock:
-            for key in keys:
-                entry = None if self._readonly else shelf.entries.pop((namespace.fingerprint, key), None)
-                shelf.used -= len(entry.data) if entry else 0
-                removed.append(entry is not None)
-        return removed
+            return [not self._readonly and shelf.remove((namespace.fingerprint, key)) for key in keys]
 
     def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
         shelf = self._open()
@@ -150,7 +170,7 @@ class MemoryStore(BlockStore):
 
     def usage(self) -> Usage:
         shelf = self._open()
-        return Usage(len(shelf.entries), shelf.used, capacity=self._capacity)
+        return Usage(len(shelf.entries), shelf.used, capacity=self._capacity, pinned=shelf.pinned)
 
     def touch_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
         shelf = self._open()
@@ -160,6 +180,43 @@ class MemoryStore(BlockStore):
             for key in keys:
                 if (namespace.fingerprint, key) in shelf.entries:
                     shelf.entries.move_to_end((namespace.fingerprint, key))
+
+    def mark_many(self, namespace: Namespace, keys: Sequence[BlockKey], mark: Mark) -> list[MarkOutcome]:
+        shelf = self._open()
+        for key in keys:
+            namespace.check_key(key)
+        if self._readonly:
+            return [MarkOutcome.FAILED] * len(keys)
+        with shelf.lock:
+            return [self._mark(shelf, shelf.entries.get((namespace.fingerprint, key)), mark) for key in keys]
+
+    def _mark(self, shelf: _Shelf, entry: _Entry | None, mark: Mark) -> MarkOutcome:
+        if entry is None:
+            return MarkOutcome.MISSING
+        pins = mark.pinned and not entry.info.pinned
+        refused = pins and self._capacity is not None and shelf.pinned + len(entry.data) > self._capacity // PINNABLE
+        marks = with_mark(entry.info.marks, replace(mark, pinned=False) if refused else mark)
+        if len(marks) > MOST_MARKS:
+            return MarkOutcome.FAILED
+        shelf.set_marks(entry, marks)
+        return MarkOutcome.UNPINNED if refused else MarkOutcome.MARKED
+
+    def unmark_many(self, namespace: Namespace, keys: Sequence[BlockKey], mark: Mark) -> list[bool]:
+        shelf = self._open()
+        for key in keys:
+            namespace.check_key(key)
+        if self._readonly:
+            return [False] * len(keys)
+        with shelf.lock:
+            return [self._unmark(shelf, shelf.entries.get((namespace.fingerprint, key)), mark) for key in keys]
+
+    @staticmethod
+    def _unmark(shelf: _Shelf, entry: _Entry | None, mark: Mark) -> bool:
+        if entry is None:
+            return False
+        before = entry.info.marks
+        shelf.set_marks(entry, without_mark(before, mark))
+        return entry.info.marks != before
 
     def close(self) -> None:
         self._shelf = None

@@ -198,7 +198,7 @@ class PutJob:
             room, totals = tier.room(snapshot), snapshot.totals()
             if room is None:
                 return []
-            most = room + totals.used + totals.reserved
+            most = room + totals.evictable + totals.reserved
             self._settle([block for block in self._open() if block.cost > most], PutOutcome.FULL)
             if self._blocks:
                 room = min(room, self._disk_budget(totals.reserved))

@@ -2,11 +2,13 @@
 
 Each block's tail says what it is. What cannot be a whole block (a wrong size, holes, a tail that does not check or
 belongs elsewhere) is removed; payload checksums are left to the reads. Files that are not ours are left, and counted.
+What was said of blocks (`kvstore.marks`) stands in the catalogue alone: it is taken over from one that can be read.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,10 +35,11 @@ ENTRIES_AT_ONCE = 4096
 
 
 def rebuild(tier: LocalTier) -> None:
-    """Fill the tier's catalogue, which holds nothing that counts, from its files. The caller is alone in the tier."""
+    """Fill the tier's catalogue, of which only the marks count, from its files. The caller is alone in the tier."""
     for draft in (tier.root / DRAFTS).iterdir():
         erase(str(draft))
     with tier.catalog.write() as change:
+        marks = change.all_marks()
         change.clear()
         tier.folders.forget(change.txn)
     for tree in namespaces_in(tier.root)[0]:
@@ -44,7 +47,7 @@ def rebuild(tier: LocalTier) -> None:
             change.add_namespace(tree.namespace)
         batch: list[Entry] = []
         for entry in _entries(tier.root, tree):
-            batch.append(entry)
+            batch.append(replace(entry, marks=marks.get(entry.address, ())))
             if len(batch) == ENTRIES_AT_ONCE:
                 _publish(tier, batch)
                 batch = []

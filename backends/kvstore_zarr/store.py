@@ -16,6 +16,7 @@ import lmdb
 from kvstore.abc import BlockStore, Capabilities
 from kvstore.catalog import address_of
 from kvstore.errors import StoreClosedError, TierUnavailable
+from kvstore.marks import MarkOutcome
 from kvstore.types import GetOutcome, PutOutcome, Usage
 from kvstore.url import CAPACITY, DURABILITY, IO, MODE, READONLY, Option, TierURL
 from kvstore_zarr.format import PAGE
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Sequence
 
     from kvstore.doctor import Finding
+    from kvstore.marks import Mark
     from kvstore.namespace import Namespace
     from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite
     from kvstore_zarr.tier import LocalTier
@@ -58,6 +60,7 @@ class LocalZarrStore(BlockStore):
             io="direct" if self._tier.device.direct else "buffered",
             alignment=PAGE if self._tier.device.direct else 1,
             notes=(*(() if reason is None else (f"I/O goes through the page cache: {reason}",)), *self._tier.notes()),
+            marks=True,
         )
 
     def namespaces(self) -> list[Namespace]:
@@ -99,10 +102,17 @@ class LocalZarrStore(BlockStore):
             found = [entry.info() for entry in entries]
         return iter(found)
 
+    def scan_marked(self, namespace: Namespace, mark: Mark) -> Iterator[BlockInfo]:
+        with self._using() as tier, tier.catalog.read() as snapshot:
+            aside = tier.is_aside(namespace.fingerprint)
+            entries = () if aside else snapshot.scan_marked(namespace.fingerprint, mark)
+            found = [entry.info() for entry in entries]
+        return iter(found)
+
     def usage(self) -> Usage:
         with self._using() as tier, tier.catalog.read() as snapshot:
             totals = snapshot.totals()
-        return Usage(totals.blocks, totals.used, totals.reserved, totals.overhead, totals.capacity)
+        return Usage(totals.blocks, totals.used, totals.reserved, totals.overhead, totals.capacity, totals.pinned)
 
     def touch_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
         with self._using() as tier:
@@ -115,6 +125,20 @@ class LocalZarrStore(BlockStore):
         from kvstore_zarr.diagnosis import diagnose
 
         return diagnose(url, usage)
+
+    def mark_many(self, namespace: Namespace, keys: Sequence[BlockKey], mark: Mark) -> list[MarkOutcome]:
+        with self._using() as tier:
+            addresses = _addresses(namespace, keys)
+            if tier.readonly or tier.is_aside(namespace.fingerprint):
+                return [MarkOutcome.FAILED] * len(addresses)
+            return tier.catalog.mark(addresses, mark)
+
+    def unmark_many(self, namespace: Namespace, keys: Sequence[BlockKey], mark: Mark) -> list[bool]:
+        with self._using() as tier:
+            addresses = _addresses(namespace, keys)
+            if tier.readonly or tier.is_aside(namespace.fingerprint):
+                return [False] * len(addresses)
+            return tier.catalog.unmark(addresses, mark)
 
     def close(self) -> None:
         if self._pid != os.getpid():

@@ -143,7 +143,7 @@ def _check_file(path: Path, place: tuple[bytes, int, bytes], size: int, findings
 # The catalogue, of both local tiers
 
 _META = struct.Struct("<HHIQQQQq")
-_TOTALS = ("capacity", "blocks", "used", "reserved", "overhead", "generation", "intent")
+_TOTALS = ("capacity", "blocks", "used", "reserved", "overhead", "generation", "intent", "pinned")
 _DATABASES = (b"meta", b"age", b"intents", b"namespaces", b"info")
 
 
@@ -182,7 +182,7 @@ def _table(environment: lmdb.Environment, txn: lmdb.Transaction, name: bytes) ->
 
 def _books(tables: dict[bytes, dict[bytes, bytes]]) -> Books:
     meta = {key: _META.unpack_from(value) for key, value in tables[b"meta"].items()}
-    totals = dict(zip(_TOTALS, struct.unpack("<7Q", tables[b"info"][b"totals"]), strict=True))
+    totals = dict(zip(_TOTALS, struct.unpack("<8Q", tables[b"info"][b"totals"]), strict=True))
     books = Books(
         sizes={key: fields[3] for key, fields in meta.items()},
         generations={key: fields[4] for key, fields in meta.items()},
