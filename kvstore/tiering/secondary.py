@@ -72,7 +72,7 @@ class TierReport:
     """The tier has no more to do with them: stores that ended or were copied into staging, and overdue loads that
     ended after all. To be unpinned, nothing else."""
     dropped: list[Slot] = field(default_factory=list["Slot"])
-    """Those of the `released` whose store came to nothing: shed, refused or failed."""
+    """Those of the `released` whose transfer came to nothing: stores that were shed, refused or failed, and loads."""
     stored: list[BlockKey] = field(default_factory=list["BlockKey"])
     """The store has these blocks now, because of a store that has just ended; their slots may have been released long
     before."""
@@ -318,6 +318,7 @@ class SecondaryTier:
     def _loaded(self, job: Load, report: TierReport) -> None:
         if job.given_up:
             report.released.extend(job.slots)
+            report.dropped.extend(job.slots)
             return
         outcomes = job.outcomes or [GetOutcome.MISS] * len(job.slots)
         arrived = [slot for slot, outcome in zip(job.slots, outcomes, strict=True) if outcome is GetOutcome.HIT]

@@ -46,7 +46,7 @@ _check_vllm()
 
 
 def __getattr__(name: str) -> object:
-    """Import the tier when it is asked for: whoever wants another module of this package may be early in vLLM's start."""
+    """Import the tier when it is asked for: other modules of this package are wanted earlier in vLLM's start."""
     if name != "KVStoreTier":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from kvstore.vllm.tier import KVStoreTier

@@ -6,7 +6,7 @@
     0.31, 0.32   `backpressure_detector`; `transfer_bytes`; positions of a request's keys
     0.33         `manager.lock`, `config_info`
 
-What is told apart here is what is there, not what the version says: an unknown later version is tried, with one warning.
+What is told apart here is what is there, not what the version says: an unknown later one is tried, with one warning.
 For type checkers, which need no vLLM installed, the classes below say what kvstore expects of vLLM's.
 """
 
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 
         job_id: int
         keys: Collection[bytes]
+        is_promotion: bool
         req_context: ReqContext
 
     class JobResult:
@@ -132,6 +133,8 @@ __all__ = [
     "check_version",
     "job_result",
     "rows_of",
+    "stored_event",
+    "vllm_version",
 ]
 
 log = logging.getLogger(__name__)
@@ -193,11 +196,11 @@ def job_result(
     facts = {
         "job_id": job.job_id,
         "success": success,
-        "successful_keys": None if success else succeeded,
+        "successful_keys": succeeded if job.is_promotion and not success else None,
         "transfer_time": seconds,
         "transfer_bytes": nbytes,
     }
-    return cast("Any", JobResult)(**{name: value for name, value in facts.items() if name in _RESULT_FIELDS})
+    return cast("JobResult", cast("Any", JobResult)(**{name: facts[name] for name in _RESULT_FIELDS & facts.keys()}))
 
 
 def stored_event(keys: Iterable[bytes], locality: Locality | None) -> OffloadingEvent:

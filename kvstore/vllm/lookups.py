@@ -30,7 +30,7 @@ class Verdicts(dict[bytes, "bool | None"]):
 
 
 def block_key(key: bytes) -> BlockKey:
-    """vLLM's name for a block, a digest followed by the KV-cache group in four bytes, in kvstore's terms."""
+    """A block that vLLM names by its digest and, in four bytes, its KV-cache group; in kvstore's terms."""
     return BlockKey(key[:-GROUP_BYTES], int.from_bytes(key[-GROUP_BYTES:], "big"))
 
 

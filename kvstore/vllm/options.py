@@ -1,0 +1,165 @@
+"""The options of the vLLM tier, as they stand in `secondary_tiers`: read once, when the engine starts.
+
+vLLM passes every key of a tier's configuration as a keyword. What is not known here is an error that lists what is;
+options of the URL (capacity, ttl, …) stand in the URL, or in a mapping called `options`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from kvstore.errors import InvalidOptionError, UnknownOptionError
+from kvstore.tiering import SecondaryTier
+from kvstore.tiering.secondary import LOAD_TIMEOUT, NETWORK_LOAD_TIMEOUT
+from kvstore.url import Option, TierURL, boolean, choice, parse_duration, parse_size
+
+if TYPE_CHECKING:
+    from kvstore.namespace import Namespace
+
+__all__ = ["KNOWN", "TierOptions"]
+
+
+def _url(text: Any) -> TierURL:
+    return TierURL.parse(text)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError('expected a mapping such as {"capacity": "500GB"}')
+    return cast("Mapping[str, Any]", value)
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError("expected a whole number of at least 1")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    seconds = parse_duration(value)
+    if not seconds:
+        raise ValueError("expected a time above 0")
+    return seconds
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("expected a name, as text")
+    return value
+
+
+URL: Option[Any] = Option(
+    "url", _url, None, "where the blocks are, such as file:///mnt/nvme/kv?capacity=500GB; required"
+)
+OPTIONS: Option[Mapping[str, Any]] = Option("options", _mapping, {}, "more options of the URL, as a mapping")
+THREADS: Option[int | None] = Option("threads", _count, None, "transfers side by side; default: one for each CPU")
+BACKLOG: Option[int] = Option(
+    "backlog", parse_size, 1 << 30, "bytes accepted and not yet stored, beyond which stores are shed: 4GB; default 1GiB"
+)
+LOOKUP_TIMEOUT: Option[float] = Option(
+    "lookup_timeout", _seconds, 1.0, "time after which an unanswered lookup is a miss: 500ms; default 1s"
+)
+LOAD_TIMEOUT_OPTION: Option[float | None] = Option(
+    "load_timeout",
+    _seconds,
+    None,
+    "time after which a load is given up and its blocks are computed: 2s; default"
+    f" {NETWORK_LOAD_TIMEOUT:.0f}s on a network, {LOAD_TIMEOUT:.0f}s on a local device",
+)
+STAGING: Option[int | None] = Option(
+    "staging", parse_size, None, "memory for calls that can hang on a network: 1GB; default 256MiB, or 8 blocks"
+)
+LOCALITY: Option[str | None] = Option(
+    "locality", choice("LOCAL", "REMOTE"), None, "LOCAL or REMOTE: what vLLM's load filters and KV events say of it"
+)
+EVENTS: Option[bool] = Option(
+    "enable_kv_events", boolean, False, "true: announce each block that is stored, where vLLM publishes KV events"
+)
+NAMESPACE: Option[str | None] = Option(
+    "namespace", _name, None, "a name for what may share blocks, in place of the engine's identity; engines must agree"
+)
+
+KNOWN: tuple[Option[Any], ...] = (
+    URL,
+    OPTIONS,
+    THREADS,
+    BACKLOG,
+    LOOKUP_TIMEOUT,
+    LOAD_TIMEOUT_OPTION,
+    STAGING,
+    LOCALITY,
+    EVENTS,
+    NAMESPACE,
+)
+"""All of them; `type`, `module_path` and `backpressure` are vLLM's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierOptions:
+    """What was chosen, checked; names as in the configuration."""
+
+    url: TierURL
+    threads: int | None
+    backlog: int
+    lookup_timeout: float
+    load_timeout: float | None
+    staging: int | None
+    locality: str | None
+    enable_kv_events: bool
+    namespace: str | None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Raises a `ConfigurationError` that says which option is wrong, and what it could be."""
+        unknown = sorted(given.keys() - {option.name for option in KNOWN})
+        if unknown:
+            raise UnknownOptionError(_unknown(unknown[0]))
+        if "url" not in given:
+            raise InvalidOptionError(f'the kvstore tier needs a url: {{"type": "kvstore", "url": …}} ({URL.help})')
+        values = {option.name: _parsed(option, given) for option in KNOWN}
+        url: TierURL = values.pop("url")
+        return cls(url=TierURL.parse(url, **values.pop("options")), **values)
+
+    def open(self, namespace: Namespace) -> SecondaryTier:
+        """Open the store and start its threads. Raises a `ConfigurationError` or a `StoreOpenError`."""
+        try:
+            return SecondaryTier(
+                self.url,
+                namespace,
+                threads=self.threads,
+                backlog_bytes=self.backlog,
+                lookup_timeout=self.lookup_timeout,
+                load_timeout=self.load_timeout,
+                staging_bytes=self.staging,
+            )
+        except ValueError as error:
+            if isinstance(error, InvalidOptionError | UnknownOptionError):
+                raise
+            raise InvalidOptionError(f"{self.url}: {error}") from error
+
+
+def _parsed(option: Option[Any], given: Mapping[str, Any]) -> Any:
+    if given.get(option.name) is None:  # a null in the JSON is the default
+        return option.default
+    try:
+        return option.parse(given[option.name])
+    except InvalidOptionError:
+        raise
+    except (ValueError, TypeError, OverflowError) as error:
+        if option is URL:
+            raise
+        shown = "" if option is OPTIONS else f"={given[option.name]!r}"
+        raise InvalidOptionError(f"the kvstore tier's option {option.name}{shown}: {error} ({option.help})") from None
+
+
+def _unknown(name: str) -> str:
+    close = difflib.get_close_matches(name, [option.name for option in KNOWN], 1)
+    guess = f", did you mean {close[0]!r}?" if close else "."
+    listing = "".join(f"\n  {option.name}: {option.help}" for option in KNOWN)
+    return (
+        f"the kvstore tier has no option {name!r}{guess} Options of the URL stand in the URL, or in the mapping"
+        f' "options". The tier\'s own:{listing}'
+    )

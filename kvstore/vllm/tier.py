@@ -1,0 +1,266 @@
+"""The secondary tier that vLLM's manager sees: its calls, in terms of `kvstore.tiering.SecondaryTier`.
+
+::
+
+    lookup                        ─► Lookups ─► SecondaryTier.ask
+    submit_load, submit_store     ─► Jobs: one Slot for each row ─► SecondaryTier.load, store
+    on_schedule_end               ─► SecondaryTier.submit
+    get_finished_jobs             ◄─ SecondaryTier.poll: answers to Lookups, slots to Jobs, stored blocks to events
+    drain_jobs, reset, shutdown   ─► until no slot is lent any more; bounded where calls can hang on a network
+
+Nothing that a backend does raises here after construction. vLLM has no time-out of its own for a load: one that is
+never reported leaves its request pending for ever. So a load that hangs on a network is parted from its rows and
+reported as failed. One that hangs in the kernel on a local device cannot be: its job is never reported and its rows are
+never reused, which is the truth.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvstore.errors import ShutdownTimeout
+from kvstore.tiering.primary import Slot
+from kvstore.vllm._compat import (
+    Locality,
+    LookupResult,
+    Medium,
+    RequestOffloadingContext,
+    SecondaryTierManager,
+    base_arguments,
+    check_version,
+    rows_of,
+    stored_event,
+)
+from kvstore.vllm.jobs import Jobs
+from kvstore.vllm.lookups import Lookups, block_key, offload_key
+from kvstore.vllm.options import TierOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator
+
+    from numpy.typing import NDArray
+
+    from kvstore.tiering.secondary import TierReport
+    from kvstore.vllm._compat import (
+        JobResult,
+        OffloadingEvent,
+        OffloadingSpec,
+        ReqContext,
+        ScheduleEndContext,
+        TransferJob,
+    )
+
+__all__ = ["KVStoreTier"]
+
+log = logging.getLogger(__name__)
+
+SHUTDOWN_TIMEOUT = 4.0
+"""Seconds for everything that is still to be stored, and for threads to end: vLLM kills an engine after five."""
+POLL_BUDGET = 100e-6
+"""Seconds of a scheduler step for what transfers have finished; the rest waits for the next step."""
+PAUSE = 500e-6
+"""Seconds between two looks of a call that waits."""
+PATIENCE = 5.0
+"""Seconds after which a call that waits says so, and again after as many more."""
+TOUCHES = 256
+"""Touched blocks handed on per step; a long prompt has thousands."""
+
+
+class KVStoreTier(SecondaryTierManager):
+    """One URL as a secondary tier of vLLM; `options` are those of `kvstore.vllm.options.TierOptions`.
+
+    Raises a `ConfigurationError` or a `StoreOpenError` when it cannot be opened as configured, and nothing afterwards
+    but a `ShutdownTimeout` from `shutdown`, which tells vLLM to keep primary memory mapped.
+    Threads: any, one at a time (vLLM's manager holds its lock); `drain_jobs` and `shutdown` wait, nothing else does.
+    """
+
+    medium = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: object = None,
+        **options: Any,
+    ) -> None:
+        check_version()
+        super().__init__(*base_arguments(offloading_spec, primary_kv_view, tier_type, backpressure_detector))
+        chosen = TierOptions.of(options)
+        self.locality = None if chosen.locality is None else Locality(chosen.locality)
+        row_bytes = (primary_kv_view.strides or (0,))[0]
+        self._tier = chosen.open(_namespace(offloading_spec, row_bytes, chosen.namespace))
+        self.url = self._tier.url
+        # The last thing that refers to vLLM's memory, after everything that can fail: an error's traceback would keep
+        # it from being unmapped.
+        self._rows: NDArray[np.uint8] | None = np.frombuffer(primary_kv_view, np.uint8).reshape(-1, row_bytes)
+        self._lookups = Lookups(self._tier.ask, len(self._rows))
+        self._jobs = Jobs()
+        self._events: list[OffloadingEvent] | None = [] if _announces(offloading_spec, chosen) else None
+        self._to_touch: deque[bytes] = deque()
+
+    # Requests.
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Blocks are stored as they are computed; nothing more is asked for."""
+        del req_context
+        return RequestOffloadingContext()
+
+    def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
+        """RETRY until the store has answered, or has not in time."""
+        found = self._lookups.find(key, req_context.req_id)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def touch(self, keys: Collection[bytes], req_context: ReqContext) -> None:
+        """A use; up to vLLM 0.30 somebody calls this."""
+        del req_context
+        self._to_touch.extend(keys)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """What was asked for it is forgotten."""
+        self._lookups.forget(req_context.req_id)
+
+    # Transfers.
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """Load the job's blocks into its rows; begins with `on_schedule_end`, which follows at once."""
+        slots = self._slots(job_metadata)
+        self._jobs.start(job_metadata, slots)
+        for slot in slots:
+            self._tier.load(slot)
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Store the job's blocks; those that the tier has no time for are shed, and the job counts as failed."""
+        slots = self._slots(job_metadata)
+        self._jobs.start(job_metadata, slots)
+        self._jobs.came_back([slot for slot in slots if not self._tier.store(slot)], success=False)
+        self._tier.submit()  # the next step may be a long computation away
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Jobs of which every slot has come back."""
+        self._take(self._tier.poll(POLL_BUDGET))
+        return self._jobs.finished()
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Hand to the threads what this step has asked for."""
+        del context
+        if self._to_touch:
+            some = (self._to_touch.popleft() for _ in range(min(TOUCHES, len(self._to_touch))))
+            self._tier.touch([block_key(key) for key in some])
+        self._tier.submit()
+
+    def has_pending_work(self) -> bool:
+        """Whether steps are needed without requests: for jobs the manager knows that by itself."""
+        return bool(self._to_touch)
+
+    def take_events(self) -> Iterator[OffloadingEvent]:
+        """Blocks that can be loaded from the tier since the last call."""
+        if self._events is not None:
+            yield from self._events
+            self._events.clear()
+
+    # Ends.
+
+    def drain_jobs(self) -> None:
+        """Until no transfer touches primary memory and every job can be reported.
+
+        Where calls can hang on a network that is `load_timeout` at most. A local read that is stuck in the kernel is
+        waited for, since its rows cannot be given to anybody else; the log says so.
+        """
+        begin = told = time.monotonic()
+        self._tier.submit()
+        while self._tier.holds_memory:
+            self._take(self._tier.poll())
+            self._tier.submit()
+            time.sleep(PAUSE)
+            if time.monotonic() - told > PATIENCE:
+                told = time.monotonic()
+                log.warning(
+                    "%s: waiting for transfers that hold primary memory, for %.0f s now; a read that is stuck in the"
+                    " kernel ends only when its device answers",
+                    self.url,
+                    told - begin,
+                )
+        self._take(self._tier.poll())
+
+    def shutdown(self) -> None:
+        """Let queued stores finish, close the store, in `SHUTDOWN_TIMEOUT` seconds; a second call does nothing.
+
+        Raises `ShutdownTimeout` when a transfer still holds primary memory by then: vLLM keeps it mapped, as it must.
+        """
+        if self._rows is None:
+            return
+        deadline = time.monotonic() + SHUTDOWN_TIMEOUT
+        if not self._wait_idle(SHUTDOWN_TIMEOUT * 0.75):
+            log.warning("%s: what could not be stored within %.1f s is dropped", self.url, SHUTDOWN_TIMEOUT * 0.75)
+        self._take(self._tier.cancel())
+        self._tier.close(max(0.0, deadline - time.monotonic()))
+        self._take(self._tier.poll())
+        if self._tier.holds_memory:
+            raise ShutdownTimeout(
+                f"{self.url}: a transfer did not end within {SHUTDOWN_TIMEOUT:.1f} s and still holds rows of vLLM's"
+                " primary memory, which must stay mapped until it does"
+            )
+        self._let_go()
+
+    def _wait_idle(self, timeout: float) -> bool:
+        deadline = time.monotonic() + timeout
+        self._tier.touch([block_key(key) for key in self._to_touch])
+        self._to_touch.clear()
+        self._tier.submit()
+        while not self._tier.idle:
+            if time.monotonic() > deadline:
+                return False
+            self._take(self._tier.poll())
+            self._tier.submit()
+            time.sleep(PAUSE)
+        return True
+
+    def _let_go(self) -> None:
+        """Of primary memory: vLLM is about to unmap it, which fails while anything refers to it."""
+        self._rows = None
+        gc.collect()  # an exception that is part of a cycle may have a row in its frames
+
+    def _slots(self, job: TransferJob) -> list[Slot]:
+        rows = self._rows
+        if rows is None:  # after shutdown nothing is lent
+            return []
+        return [Slot(row, block_key(key), rows[row]) for key, row in zip(job.keys, rows_of(job), strict=True)]
+
+    def _take(self, report: TierReport) -> None:
+        """What the threads have finished, to those who wait for it."""
+        if report.answers:
+            self._lookups.answered(report.answers)
+        if report.loaded:
+            self._jobs.came_back(report.loaded, success=True)
+        lost = report.failed + report.overdue
+        if lost:
+            self._lookups.failed([offload_key(slot.key) for slot in lost])
+            self._jobs.came_back(report.failed, success=False)
+        if report.released:
+            self._jobs.came_back(report.dropped, success=False)
+            self._jobs.came_back(report.released, success=True)
+        if report.stored and self._events is not None:
+            self._events.append(stored_event(map(offload_key, report.stored), self.locality))
+
+
+def _announces(spec: OffloadingSpec, chosen: TierOptions) -> bool:
+    wanted = chosen.enable_kv_events
+    published = bool(spec.kv_events_config.enable_kv_cache_events)
+    if wanted and not published:
+        log.warning("%s: enable_kv_events is set, but vLLM publishes no KV events (kv_events_config)", chosen.url)
+    return wanted and published
+
+
+def _namespace(spec: OffloadingSpec, row_bytes: int, override: str | None) -> Any:
+    from kvstore.vllm.identity import namespace_of
+
+    return namespace_of(spec, row_bytes, digest_bytes=None, override=override)
