@@ -35,6 +35,7 @@ from kvstore.tiering import TieringManager
 
 BLOCK = 8192
 SPACE = Namespace("model", "revision-1", (BlockLayout.opaque(BLOCK),), block_tokens=16)
+HIT, PENDING, RETRY, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.RETRY, LookupResult.MISS
 PATIENCE = 20.0
 """Seconds after which a test that waits has failed; far beyond what anything here takes."""
 
@@ -42,6 +43,9 @@ PATIENCE = 20.0
 def keys(count: int, prompt: str = "a", group: int = 0) -> list[BlockKey]:
     """The blocks of one prompt."""
     return [BlockKey(hashlib.sha256(f"{prompt} {number}".encode()).digest(), group) for number in range(count)]
+
+
+PROMPT = keys(60)
 
 
 def content(key: BlockKey, nbytes: int = BLOCK) -> NDArray[np.uint8]:
