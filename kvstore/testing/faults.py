@@ -27,6 +27,7 @@ from kvstore.types import BlockWrite, GetOutcome
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from kvstore.marks import Mark, MarkOutcome
     from kvstore.namespace import Namespace
     from kvstore.types import BlockInfo, BlockKey, BlockRead, PutOutcome, Usage
 
@@ -53,7 +54,9 @@ Fault: TypeAlias = "Callable[[Call], Any]"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a verb (`contains`, `put`, `get`, `delete`, `touch`, `scan`, `usage`, `namespaces`)."""
+    """One call of a verb (`contains`, `put`, `get`, `delete`, `touch`, `mark`, `unmark`, `scan`, `usage`,
+    `namespaces`).
+    """
 
     verb: str
     blocks: Sequence[Any]
@@ -201,6 +204,12 @@ class FaultyStore(BlockStore):
 
     def touch_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
         self._meet("touch", keys, lambda keys: self.inner.touch_many(namespace, keys))
+
+    def mark_many(self, namespace: Namespace, keys: Sequence[BlockKey], mark: Mark) -> list[MarkOutcome]:
+        return self._meet("mark", keys, lambda keys: self.inner.mark_many(namespace, keys, mark))
+
+    def unmark_many(self, namespace: Namespace, keys: Sequence[BlockKey], mark: Mark) -> list[bool]:
+        return self._meet("unmark", keys, lambda keys: self.inner.unmark_many(namespace, keys, mark))
 
     def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
         return self._meet("scan", (), lambda _: self.inner.scan(namespace))

@@ -37,6 +37,12 @@ class TierStats:
     """Calls that the backend ended with an exception."""
     overdue_calls: int = 0
     """Lookups and loads given up after their time-out, and stores that waited for staging as long."""
+    marked: int = 0
+    """Blocks that have what was said of them (`SecondaryTier.mark`), now or already."""
+    pins_refused: int = 0
+    """Those of them that were to be pinned and are not, for want of room for pins."""
+    marks_dropped: int = 0
+    """Blocks of which something was said that a busy tier could not take."""
     bytes_loaded: int = 0
     bytes_stored: int = 0
     load_seconds: float = 0.0

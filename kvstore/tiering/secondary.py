@@ -1,6 +1,6 @@
 """A secondary tier: one URL behind the primary tier, made asynchronous.
 
-The manager asks, loads, stores and touches; all of that is only noted. `submit` hands what was noted to transfer
+The manager asks, loads, stores, touches and marks; all of that is only noted. `submit` hands what was noted to transfer
 threads in batches that suit the backend, `poll` collects what they finished. Between the two a backend may hang, fail
 or be slow: the tier turns that into misses and dropped stores, counts it and logs the first of each kind.
 
@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 from kvstore.abc import BlockStore
 from kvstore.registry import open_store
 from kvstore.tiering.counters import Counters, TierStats
-from kvstore.tiering.jobs import CopyOut, Load, StagedLoad, StagedStore, Store, Touch, Transfer
+from kvstore.tiering.hints import Hints
+from kvstore.tiering.jobs import CopyOut, Load, StagedLoad, StagedStore, Store, TierJob, Transfer
 from kvstore.tiering.questions import Questions
 from kvstore.tiering.staging import Staging
 from kvstore.tiering.transfer import TransferPool
@@ -30,6 +31,7 @@ from kvstore.types import GetOutcome, PutOutcome
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from kvstore.marks import Mark
     from kvstore.namespace import Namespace
     from kvstore.tiering.primary import Slot
     from kvstore.types import BlockKey
@@ -43,8 +45,6 @@ MAX_THREADS = 16
 """What a fast local disk can use; the default is the number of CPUs, at least two, up to this."""
 MIN_BATCH_BYTES = 1 << 20
 """Smaller batches cost more in hand-overs between threads than they gain by running side by side."""
-MAX_TOUCHES = 65536
-"""Touched keys kept for a tier that is busy; recency is a hint, so more are dropped."""
 
 LOAD_TIMEOUT = 10.0
 """Seconds. A disk that is busy with others is worth waiting for: its load cannot be parted from its slots anyway."""
@@ -114,12 +114,11 @@ class SecondaryTier:
         self._staging = self._made_staging(staging_bytes)
         self._counters = Counters(self.url)
         threads = threads or default_threads()
-        self._transfers: TransferPool[Transfer | Touch] = TransferPool(threads, f"kvstore-{self._store.url.scheme}")
+        self._transfers: TransferPool[TierJob] = TransferPool(threads, f"kvstore-{self._store.url.scheme}")
         self._questions = Questions(self._store, namespace, lookup_timeout, self._counters)
         self._to_load: list[Slot] = []
         self._to_store: list[Slot] = []
-        self._to_touch: dict[BlockKey, None] = {}
-        self._touching: Touch | None = None
+        self._hints = Hints(self._store, namespace, self._counters)
         self._live: dict[Transfer, None] = {}  # all that have not ended, the oldest first
         self._unstaged: list[Transfer] = []  # those of them that wait for staging memory
         self._backlog = 0
@@ -160,8 +159,13 @@ class SecondaryTier:
 
     def touch(self, keys: Iterable[BlockKey]) -> None:
         """Make these blocks young in the store, some time soon."""
-        if len(self._to_touch) < MAX_TOUCHES and not self._closed:
-            self._to_touch.update(dict.fromkeys(keys))
+        if not self._closed:
+            self._hints.touch(keys)
+
+    def mark(self, keys: Sequence[BlockKey], mark: Mark) -> None:
+        """Say `mark` of those of these blocks that are in the store when it is told, some time soon."""
+        if not self._closed:
+            self._hints.mark(keys, mark)
 
     @property
     def behind(self) -> bool:
@@ -171,9 +175,9 @@ class SecondaryTier:
     @property
     def idle(self) -> bool:
         """Nothing is under way, nor waits for `submit` or `poll`; what was given up and has no slot does not count."""
-        noted = self._to_load or self._to_store or self._to_touch
+        noted = self._to_load or self._to_store
         awaited = any(job.slots or not job.given_up for job in self._live)
-        return self._questions.idle and not (noted or awaited or self._touching)
+        return self._questions.idle and self._hints.idle and not (noted or awaited)
 
     @property
     def holds_memory(self) -> bool:
@@ -193,10 +197,7 @@ class SecondaryTier:
             self._start(store(self._store, self._namespace, batch))
         self._to_load, self._to_store = [], []
         self._lend_staging()
-        if self._to_touch and self._touching is None:
-            self._touching = Touch(self._store, self._namespace, list(self._to_touch))
-            self._to_touch.clear()
-            self._transfers.submit(self._touching)
+        self._hints.submit(self._transfers)
 
     def poll(self, budget: float = float("inf")) -> TierReport:
         """Collect what ended, as far as that can be done in `budget` seconds, and give up what is overdue."""
@@ -220,9 +221,7 @@ class SecondaryTier:
         """Take no more, and drop every transfer that has not started or needs no slot: stores shed, loads failed."""
         self._closed = True
         self._questions.cancel()
-        self._to_touch.clear()
-        if self._touching is not None and self._transfers.cancel(self._touching):
-            self._touching = None
+        self._hints.cancel(self._transfers)
         report = self.poll()
         self._drop(Load(self._store, self._namespace, self._to_load), report)
         self._drop(Store(self._store, self._namespace, self._to_store), report)
@@ -289,11 +288,9 @@ class SecondaryTier:
                 job.buffers = buffers
                 self._transfers.submit(job)
 
-    def _settle(self, job: Transfer | Touch, report: TierReport) -> None:
-        if isinstance(job, Touch):
-            self._touching = None
-            if job.error is not None:
-                self._counters.failed("touch", job.error)
+    def _settle(self, job: TierJob, report: TierReport) -> None:
+        if not isinstance(job, Transfer):
+            self._hints.settle(job)
             return
         del self._live[job]
         if job.error is not None:
