@@ -1,0 +1,116 @@
+"""`kvstore bench`: figures for work that was done, at every size, beside the bare device."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+from cli_helpers import KEYS, QUICK, machine
+
+import kvstore
+from kvstore.bench import RawFiles, TierUnderTest
+from kvstore.cli import EXIT_OK, EXIT_USAGE, run
+from kvstore.errors import ConfigurationError, InvalidOptionError, StoreNotFoundError, TierUnavailable
+from kvstore.url import TierURL
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_bench_of_a_tier_that_must_not_be_written_is_refused(shipped: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", f"{shipped}?readonly=true", *QUICK]) == EXIT_USAGE
+    assert "a benchmark writes: leave out readonly" in capsys.readouterr().err
+
+
+def test_a_share_of_no_disk_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InvalidOptionError, match="in bytes"):
+        kvstore.open_store("memory://x?capacity=80%")
+    assert run(["bench", "memory://x?capacity=80%", *QUICK]) == EXIT_USAGE
+    capsys.readouterr()
+
+
+# bench
+KEYS_OF_A_FIGURE = {
+    "op",
+    "contestant",
+    "block_bytes",
+    "threads",
+    "gb_per_s",
+    "gb_per_s_min",
+    "gb_per_s_max",
+    "cpu_s_per_gb",
+    "ratio",
+}
+
+
+def test_bench_measures_the_tier_and_the_bare_device_at_every_size(
+    scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = machine(
+        capsys, "bench", f"{scheme}://{tmp_path}/new/kv", "--against", "raw", *QUICK, "--block-bytes", "5000"
+    )
+    figures = told["results"]
+    assert [(figure["block_bytes"], figure["op"], figure["contestant"]) for figure in figures] == [
+        (nbytes, op, contestant)
+        for nbytes in (65536, 5000)
+        for op in ("store", "load_cold")
+        for contestant in ("kvstore", "raw")
+    ]
+    for figure in figures:
+        assert set(figure) == KEYS_OF_A_FIGURE
+        assert 0 < figure["gb_per_s_min"] <= figure["gb_per_s"] <= figure["gb_per_s_max"]
+        assert figure["cpu_s_per_gb"] > 0
+        assert figure["threads"] == 3
+    assert all(figure["ratio"] == 1 for figure in figures if figure["contestant"] == "raw")
+    assert all(figure["ratio"] > 0 for figure in figures)
+    assert any("page cache" in note for note in told["notes"])
+    assert any(note.startswith("raw: ") and ("direct" in note or "buffered" in note) for note in told["notes"])
+
+
+def test_bench_tells_people_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "memory://bench", *QUICK]) == EXIT_OK
+    shown = capsys.readouterr().out
+    for expected in ("load_cold", "kvstore", "raw", "64 KiB", "ratio", "note: page cache", "note: kvstore: memory"):
+        assert expected in shown
+
+
+def test_bench_reports_no_figure_for_blocks_that_were_not_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "memory://small?capacity=200KiB", *QUICK]) == EXIT_USAGE
+    assert "lower --total, raise capacity or make room" in capsys.readouterr().err
+
+
+def test_bench_refuses_sizes_that_make_no_sense(capsys: pytest.CaptureFixture[str]) -> None:
+    for bad in (
+        ("--total", "1KiB"),
+        ("--block-bytes", "2XB"),
+        ("--threads", "0"),
+        ("--rounds", "0"),
+        ("--against", "x"),
+    ):
+        assert run(["bench", "memory://x", *bad]) == EXIT_USAGE
+    capsys.readouterr()
+
+
+def test_the_bare_device_moves_blocks_whole_and_leaves_nothing(tmp_path: Path) -> None:
+    page = memoryview(mmap.mmap(-1, 4096))
+    page[:] = b"\5" * 4096
+    with RawFiles(tmp_path, 4096) as raw:
+        raw.store(KEYS[:1], [page])
+        (file,) = raw.files()
+        assert file.read_bytes() == bytes(page)
+        os.truncate(file, 100)
+        with pytest.raises(OSError, match="100 of 4096 bytes"):
+            raw.load(KEYS[:1], [page])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tier_under_test_reports_what_went_wrong_instead_of_a_figure(scheme: str, tmp_path: Path) -> None:
+    url = TierURL.parse(f"{scheme}://{tmp_path}/kv")
+    with TierUnderTest(url, 4096, 1 << 20) as tier, pytest.raises(TierUnavailable, match="miss instead of hit"):
+        tier.load(KEYS[:1], [memoryview(bytearray(4096))])
+    with pytest.raises(StoreNotFoundError):
+        kvstore.open_store(url, readonly=True)
+    with pytest.raises(ConfigurationError):
+        TierUnderTest(TierURL.parse("memory://x?nope=1"), 4096, 1 << 20)
