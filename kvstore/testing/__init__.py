@@ -14,7 +14,7 @@ from __future__ import annotations
 import pytest
 
 pytest.register_assert_rewrite(
-    *(f"{__name__}.{module}" for module in ("blocks", "damage", "facts", "lifetime", "model", "policy"))
+    *(f"{__name__}.{module}" for module in ("blocks", "damage", "facts", "lifetime", "marks", "model", "policy"))
 )
 
 from kvstore.testing.model import AgainstADictionary, run_against_a_dictionary  # noqa: E402

@@ -15,10 +15,21 @@ from kvstore.testing.supply import SPACE, get, keys, writes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvstore.marks import Mark, MarkOutcome
     from kvstore.namespace import Namespace
     from kvstore.types import GetOutcome, PutOutcome, Usage
 
-__all__ = ["delete", "hammer", "in_a_new_process", "in_another_process", "look", "put", "read"]
+__all__ = [
+    "delete",
+    "hammer",
+    "in_a_new_process",
+    "in_another_process",
+    "look",
+    "mark_elsewhere",
+    "marks_elsewhere",
+    "put",
+    "read",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -63,6 +74,18 @@ def look(url: str) -> tuple[list[Namespace], set[bytes], Usage]:
     """The namespaces, the digests of SPACE's blocks, and the usage."""
     with open_store(url) as store:
         return store.namespaces(), {info.key.digest for info in store.scan(SPACE)}, store.usage()
+
+
+def mark_elsewhere(url: str, numbers: list[int], mark: Mark) -> list[MarkOutcome]:
+    """Say something of blocks."""
+    with open_store(url) as store:
+        return store.mark_many(SPACE, keys(numbers), mark)
+
+
+def marks_elsewhere(url: str) -> dict[bytes, tuple[Mark, ...]]:
+    """What was said of SPACE's blocks, by digest."""
+    with open_store(url) as store:
+        return {info.key.digest: info.marks for info in store.scan(SPACE)}
 
 
 def hammer(url: str, seed: int, rounds: int, options: dict[str, Any]) -> dict[str, int]:

@@ -15,6 +15,7 @@ import pytest
 
 from kvstore.abc import BlockStore
 from kvstore.errors import StoreClosedError, StoreNotFoundError
+from kvstore.marks import Mark
 from kvstore.registry import open_store
 from kvstore.testing.elsewhere import delete, hammer, in_a_new_process, in_another_process, look, put, read
 from kvstore.testing.facts import BIG, CAPACITY
@@ -37,13 +38,18 @@ VERBS: dict[str, Callable[[BlockStore], object]] = {
     "scan": lambda store: list(store.scan(SPACE)),
     "usage": lambda store: store.usage(),
     "touch_many": lambda store: store.touch_many(SPACE, [key(1)]),
+    "mark_many": lambda store: store.mark_many(SPACE, [key(1)], Mark("a")),
+    "unmark_many": lambda store: store.unmark_many(SPACE, [key(1)], Mark("a")),
+    "scan_marked": lambda store: list(store.scan_marked(SPACE, Mark("a"))),
 }
+
+OPTIONAL = ("touch_many", "mark_many", "unmark_many")
 
 
 def verbs_of(store: BlockStore) -> list[str]:
-    """Those that it has itself: `touch_many` is for stores that evict."""
-    inherited = type(store).touch_many is BlockStore.touch_many
-    return [name for name in VERBS if not (inherited and name == "touch_many")]
+    """Those that it has itself: some are for stores that evict, or keep marks."""
+    inherited = [name for name in OPTIONAL if getattr(type(store), name) is getattr(BlockStore, name)]
+    return [name for name in VERBS if name not in inherited]
 
 
 def refuses(store: BlockStore) -> list[str]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from kvstore.layout import BlockLayout, as_bytes
+from kvstore.marks import Mark, MarkOutcome
 from kvstore.registry import open_store
 from kvstore.testing.hooks import StoreHooks
 from kvstore.testing.supply import SPACE, buffer, content, key
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 LAYOUTS = (BlockLayout.opaque(1000), BlockLayout.opaque(8192))
 KEYS = st.sampled_from([key(number, group=group) for number in range(6) for group in range(2)])
 CONTENTS = st.integers(0, 3)
+MARKS = st.builds(Mark, st.sampled_from(["", "a", "b"]), st.booleans(), st.sampled_from(["", "t"]))
 
 revisions = itertools.count()
 
@@ -38,6 +40,7 @@ class AgainstADictionary(RuleBasedStateMachine):
         self.store = open_store(url)
         self.space = dataclasses.replace(SPACE, revision=f"run {next(revisions)}", layouts=LAYOUTS)
         self.model: dict[BlockKey, int] = {}
+        self.marks: dict[BlockKey, dict[tuple[str, str], bool]] = {}
 
     def data(self, name: BlockKey, number: int) -> NDArray[np.uint8]:
         return content(number, self.space.block_bytes(name.group))
@@ -69,12 +72,40 @@ class AgainstADictionary(RuleBasedStateMachine):
     @rule(names=st.lists(KEYS, max_size=3))
     def delete(self, names: list[BlockKey]) -> None:
         expected = [self.model.pop(name, None) is not None for name in names]
+        for name in names:
+            self.marks.pop(name, None)
         assert self.store.delete_many(self.space, names) == expected
 
     @rule(names=st.lists(KEYS, max_size=4))
     def ask(self, names: list[BlockKey]) -> None:
         assert self.store.contains_many(self.space, names) == [name in self.model for name in names]
         self.store.touch_many(self.space, names)
+
+    @precondition(lambda self: self.store.capabilities.marks)
+    @rule(names=st.lists(KEYS, max_size=3), mark=MARKS)
+    def mark(self, names: list[BlockKey], mark: Mark) -> None:
+        expected = [MarkOutcome.MARKED if name in self.model else MarkOutcome.MISSING for name in names]
+        for name in names:
+            if name in self.model and mark != Mark():
+                said = self.marks.setdefault(name, {})
+                said[mark.label, mark.tenant] = mark.pinned or said.get((mark.label, mark.tenant), False)
+        assert self.store.mark_many(self.space, names, mark) == expected
+
+    @precondition(lambda self: self.store.capabilities.marks)
+    @rule(name=KEYS, mark=MARKS)
+    def unmark(self, name: BlockKey, mark: Mark) -> None:
+        said = self.marks.get(name, {})
+        meant = [
+            pair
+            for pair, is_pinned in said.items()
+            if mark.label in ("", pair[0]) and mark.tenant in ("", pair[1]) and (is_pinned or not mark.pinned)
+        ]
+        for pair in meant:
+            if mark.pinned and pair != ("", ""):
+                said[pair] = False
+            else:
+                del said[pair]
+        assert self.store.unmark_many(self.space, [name], mark) == [bool(meant)]
 
     @precondition(lambda self: self.store.capabilities.persistent)
     @rule()
@@ -84,13 +115,17 @@ class AgainstADictionary(RuleBasedStateMachine):
 
     @invariant()
     def the_scan_is_the_dictionary(self) -> None:
-        found = [info.key for info in self.store.scan(self.space)]
+        found = {info.key: info for info in self.store.scan(self.space)}
         assert sorted(found) == sorted(self.model)
+        for name, info in found.items():
+            assert {(mark.label, mark.tenant): mark.pinned for mark in info.marks} == self.marks.get(name, {})
+        marked = sorted(info.key for info in self.store.scan_marked(self.space, Mark("a")))
+        assert marked == sorted(name for name, said in self.marks.items() if any(label == "a" for label, _ in said))
 
     def teardown(self) -> None:
         self.check(list(self.model))
         self.store.delete_many(self.space, list(self.model))
-        assert self.store.usage().blocks == 0
+        assert (self.store.usage().blocks, self.store.usage().pinned) == (0, 0)
         self.store.close()
 
 
