@@ -49,6 +49,8 @@ def test_importing_kvstore_takes_under_300_ms() -> None:
 
 
 def test_all_is_the_public_api() -> None:
+    for name in kvstore.__all__:
+        getattr(kvstore, name)  # they come when they are asked for
     public = {
         name
         for name, value in vars(kvstore).items()
@@ -62,8 +64,8 @@ def test_the_public_api_is_the_one_that_was_agreed() -> None:
     # Written down: whoever adds or removes a public name changes this line on purpose.
     assert set(kvstore.__all__) == {
         *("BlockInfo", "BlockKey", "BlockLayout", "BlockRead", "BlockStore", "BlockWrite", "Capabilities"),
-        *("GetOutcome", "KeyExtras", "LookupResult", "Media", "Namespace", "PutOutcome", "TierURL", "Usage"),
-        *("block_keys", "chain_digests", "open_store"),
+        *("GetOutcome", "KeyExtras", "LookupResult", "Mark", "MarkOutcome", "Media", "Namespace", "PutOutcome"),
+        *("TierURL", "Usage", "block_keys", "chain_digests", "open_store"),
     }
 
 

@@ -6,18 +6,23 @@ loads neither torch nor a backend. Machine output (`--json`) goes to stdout, eve
 
 from __future__ import annotations
 
-import importlib
-import signal
 import sys
-import threading
-import traceback
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
 
-import click
+try:
+    import importlib
+    import signal
+    import threading
+    import traceback
+    from contextlib import contextmanager
+    from typing import TYPE_CHECKING, NoReturn
 
-from kvstore.cli._output import guarded_output, hold_standard_descriptors, printable
-from kvstore.errors import KVStoreError
+    import click
+
+    from kvstore.cli._output import guarded_output, hold_standard_descriptors, printable
+    from kvstore.errors import KVStoreError
+except KeyboardInterrupt:  # a traceback through other people's modules tells nobody anything
+    sys.stderr.write("kvstore: interrupted\n")
+    sys.exit(130)
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -149,5 +154,9 @@ def _is_default(number: signal.Signals) -> bool:
 
 def main() -> NoReturn:
     """The entry point of the `kvstore` script."""
-    hold_standard_descriptors()
-    sys.exit(run())
+    try:
+        hold_standard_descriptors()
+        code = run()
+    except KeyboardInterrupt:  # just before `run` minds it, or just after
+        code = 128 + signal.SIGINT
+    sys.exit(code)
