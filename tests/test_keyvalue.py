@@ -236,7 +236,9 @@ def test_a_name_that_comes_twice_and_names_that_nobody_gave_do_no_harm(store: Di
     store.values["manifest-"] = store.values["something"] = store.values["manifest-nonsense"] = b""
     store.names = lambda prefix: 2 * [*store.values]  # type: ignore[method-assign]  # noqa: ARG005
     assert [info.key for info in store.scan(SPACE)] == [key(1)]
+    store.calls.clear()
     assert store.namespaces() == [SPACE]
+    assert store.calls.count("read") == 3  # those that are called manifests, and no block
     assert (store.usage().blocks, store.usage().used) == (1, len(store.values[ONE]))
 
 
