@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -89,6 +90,10 @@ class NamespaceSummary:
     oldest: float | None
     newest: float | None
     last_used: float | None
+    pinned: int
+    """Blocks that are not evicted."""
+    labels: dict[str, int]
+    """Blocks by label; one with several is counted for each."""
 
 
 def summaries(store: BlockStore) -> list[NamespaceSummary]:
@@ -97,9 +102,12 @@ def summaries(store: BlockStore) -> list[NamespaceSummary]:
 
 
 def _summary(store: BlockStore, namespace: Namespace) -> NamespaceSummary:
-    blocks, total, oldest, newest, used = 0, 0, float("inf"), 0.0, 0.0
+    blocks, total, pinned, oldest, newest, used = 0, 0, 0, float("inf"), 0.0, 0.0
+    labels: Counter[str] = Counter()
     for info in store.scan(namespace):
         blocks, total = blocks + 1, total + info.stored_bytes
+        pinned += info.pinned
+        labels.update(info.labels)
         oldest, newest, used = min(oldest, info.created), max(newest, info.created), max(used, info.last_used)
     return NamespaceSummary(
         namespace=namespace.name,
@@ -112,6 +120,8 @@ def _summary(store: BlockStore, namespace: Namespace) -> NamespaceSummary:
         oldest=oldest if blocks else None,
         newest=newest if blocks else None,
         last_used=used if blocks else None,
+        pinned=pinned,
+        labels=dict(sorted(labels.items())),
     )
 
 
@@ -131,8 +141,8 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
         table.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left")
     for row in rows:
         table.add_row(*(escape(printable(cell)) for cell in row))
-    # A pipe has no width of its own; 80 columns would break every digest in two.
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160).print(table)
+    # A pipe has no width of its own; 80 columns would break every digest in two, and every list of marks.
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def stderr_console() -> Console:

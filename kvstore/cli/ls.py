@@ -33,6 +33,8 @@ __all__ = ["ls"]
 def ls(url: str, prefix: str | None, limit: int, as_json: bool) -> None:
     """List what is in the tier at URL: its namespaces, or with --namespace the blocks of those that match.
 
+    A block's marks are its labels, each with its tenant behind an @, and with a * before it where it pins the block.
+
     The tier is opened read-only: nothing is created, evicted or removed.
     """
     tier = TierURL.parse(url)
@@ -74,10 +76,11 @@ def _blocks(tier: TierURL, store: BlockStore, spaces: list[Namespace], limit: in
         blocks = [_as_json(space, info) for space, info in rows]
         emit_json({"url": str(tier), "blocks": blocks, "truncated": more})
         return
+    marked = any(info.marks for _, info in rows)
     print_table(
         str(tier),
-        ("namespace", ">group", "digest", ">position", ">bytes", ">age", ">last used", ">hits"),
-        (_as_row(space, info) for space, info in rows),
+        ("namespace", ">group", "digest", ">position", ">bytes", ">age", ">last used", ">hits") + ("marks",) * marked,
+        (_as_row(space, info) + (_said(info),) * marked for space, info in rows),
     )
     if more:
         click.echo(f"and more: --limit 0 lists all, the first {limit} are shown", err=True)
@@ -94,7 +97,15 @@ def _as_json(space: Namespace, info: BlockInfo) -> dict[str, Any]:
         "created": info.created,
         "last_used": info.last_used,
         "hits": info.hits,
+        "labels": info.labels,
+        "tenants": info.tenants,
+        "pinned": info.pinned,
     }
+
+
+def _said(info: BlockInfo) -> str:
+    """A block's marks for people: labels, each with its tenant behind an @, pins with a * before them."""
+    return ", ".join(f"{'*' * mark.pinned}{mark.label}{'@' * bool(mark.tenant)}{mark.tenant}" for mark in info.marks)
 
 
 def _as_row(space: Namespace, info: BlockInfo) -> tuple[str, ...]:

@@ -53,6 +53,8 @@ def _show(tier: TierURL, store: BlockStore, found: list[NamespaceSummary]) -> No
         f"  {format_size(usage.used)} in blocks, {format_size(usage.reserved)} reserved,"
         f" {format_size(usage.overhead)} overhead"
     )
+    if usage.pinned:
+        click.echo(f"  {format_size(usage.pinned)} pinned, which nothing evicts")
     click.echo(f"  I/O: {can.io}; {'shared' if can.shared else 'not shared'} between processes")
     for note in can.notes:
         click.echo(f"  note: {note}")
@@ -74,3 +76,6 @@ def _show(tier: TierURL, store: BlockStore, found: list[NamespaceSummary]) -> No
             for space in found
         ),
     )
+    labels = [(space.namespace, label, str(count)) for space in found for label, count in space.labels.items()]
+    if labels:
+        print_table("labels", ("namespace", "label", ">blocks"), labels)
