@@ -285,6 +285,13 @@ def test_a_scan_lists_a_damaged_block_so_that_verify_finds_it(store: DictStore) 
     assert get(store, [1]) == [CORRUPT]
 
 
+def test_a_block_that_goes_while_it_is_scanned_is_not_listed(store: DictStore) -> None:
+    store.put_many(SPACE, writes([1, 2]))
+    scan = store.scan(SPACE)
+    store.delete_many(SPACE, [key(1)])
+    assert [info.key for info in scan] == [key(2)]
+
+
 def test_a_block_of_an_unknown_format_is_no_hit(store: DictStore) -> None:
     store.put_many(SPACE, [write(1)])
     head, payload = bytearray(store.values[ONE][:128]), store.values[ONE][128:]
