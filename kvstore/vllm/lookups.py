@@ -11,16 +11,33 @@ damaged costs each request one load at most.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from kvstore.types import BlockKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["Lookups", "block_key", "offload_key"]
+__all__ = ["BlockKeys", "Lookups", "block_key", "offload_key"]
 
 GROUP_BYTES = 4
+
+
+class BlockKeys(Collection[BlockKey]):
+    """Keys of vLLM's as kvstore's, converted by whoever looks at them: a long prompt has thousands."""
+
+    def __init__(self, keys: Collection[bytes]) -> None:
+        self._keys = keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[BlockKey]:
+        return map(block_key, self._keys)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, BlockKey) and offload_key(key) in self._keys
 
 
 class Verdicts(dict[bytes, "bool | None"]):

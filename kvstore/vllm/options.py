@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["KNOWN", "TierOptions"]
 
 
+DEFAULT_THREADS = 16
+"""As many requests as keep an NVMe drive busy; they wait for it in the kernel. (vLLM's own `fs` tier has 32.)"""
+
+
 def _url(text: Any) -> TierURL:
     return TierURL.parse(text)
 
@@ -55,7 +59,7 @@ URL: Option[Any] = Option(
     "url", _url, None, "where the blocks are, such as file:///mnt/nvme/kv?capacity=500GB; required"
 )
 OPTIONS: Option[Mapping[str, Any]] = Option("options", _mapping, {}, "more options of the URL, as a mapping")
-THREADS: Option[int | None] = Option("threads", _count, None, "transfers side by side; default: one for each CPU")
+THREADS: Option[int] = Option("threads", _count, DEFAULT_THREADS, f"transfers side by side; default {DEFAULT_THREADS}")
 BACKLOG: Option[int] = Option(
     "backlog", parse_size, 1 << 30, "bytes accepted and not yet stored, beyond which stores are shed: 4GB; default 1GiB"
 )
@@ -102,7 +106,7 @@ class TierOptions:
     """What was chosen, checked; names as in the configuration."""
 
     url: TierURL
-    threads: int | None
+    threads: int
     backlog: int
     lookup_timeout: float
     load_timeout: float | None

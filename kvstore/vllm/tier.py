@@ -19,7 +19,6 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,7 +37,7 @@ from kvstore.vllm._compat import (
     stored_event,
 )
 from kvstore.vllm.jobs import Jobs
-from kvstore.vllm.lookups import Lookups, block_key, offload_key
+from kvstore.vllm.lookups import BlockKeys, Lookups, block_key, offload_key
 from kvstore.vllm.options import TierOptions
 
 if TYPE_CHECKING:
@@ -68,8 +67,6 @@ PAUSE = 500e-6
 """Seconds between two looks of a call that waits."""
 PATIENCE = 5.0
 """Seconds after which a call that waits says so, and again after as many more."""
-TOUCHES = 256
-"""Touched blocks handed on per step; a long prompt has thousands."""
 
 
 class KVStoreTier(SecondaryTierManager):
@@ -103,7 +100,6 @@ class KVStoreTier(SecondaryTierManager):
         self._lookups = Lookups(self._tier.ask, len(self._rows))
         self._jobs = Jobs()
         self._events: list[OffloadingEvent] | None = [] if _announces(offloading_spec, chosen) else None
-        self._to_touch: deque[bytes] = deque()
 
     # Requests.
 
@@ -122,7 +118,7 @@ class KVStoreTier(SecondaryTierManager):
     def touch(self, keys: Collection[bytes], req_context: ReqContext) -> None:
         """A use; up to vLLM 0.30 somebody calls this."""
         del req_context
-        self._to_touch.extend(keys)
+        self._tier.touch(BlockKeys(keys))
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """What was asked for it is forgotten."""
@@ -152,14 +148,7 @@ class KVStoreTier(SecondaryTierManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Hand to the threads what this step has asked for."""
         del context
-        if self._to_touch:
-            some = (self._to_touch.popleft() for _ in range(min(TOUCHES, len(self._to_touch))))
-            self._tier.touch([block_key(key) for key in some])
         self._tier.submit()
-
-    def has_pending_work(self) -> bool:
-        """Whether steps are needed without requests: for jobs the manager knows that by itself."""
-        return bool(self._to_touch)
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Blocks that can be loaded from the tier since the last call."""
@@ -213,8 +202,6 @@ class KVStoreTier(SecondaryTierManager):
 
     def _wait_idle(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
-        self._tier.touch([block_key(key) for key in self._to_touch])
-        self._to_touch.clear()
         self._tier.submit()
         while not self._tier.idle:
             if time.monotonic() > deadline:
