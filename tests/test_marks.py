@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +24,8 @@ from kvstore.records import mark_prefix
 from kvstore.testing.faults import FaultyStore, Hanging, failing
 from kvstore.testing.supply import MIB, SPACE, held, key, keys, write, writes
 from kvstore.tiering import SecondaryTier
+from kvstore.tiering.hints import MAX_HINTS
+from kvstore.tiering.primary import Slot
 from kvstore.types import GetOutcome
 
 if TYPE_CHECKING:
@@ -169,6 +172,15 @@ def test_what_has_been_said_before_costs_no_write(tmp_path: Path) -> None:
         assert last_transaction(catalog) == before
 
 
+def test_a_block_that_is_named_twice_is_pinned_once(tmp_path: Path) -> None:
+    with catalog_at(tmp_path, 2 * 4096) as catalog:
+        with catalog.write() as change:
+            change.publish([entry(3), entry(6)])
+        assert catalog.mark(addresses([3, 3, 6]), PIN) == [MARKED, MARKED, UNPINNED]
+        with catalog.read() as snapshot:
+            check_books(snapshot)
+
+
 def last_transaction(catalog: Catalog) -> int:
     """The number of LMDB's last commit."""
     return int(catalog.environment._opened.env.info()["last_txnid"])
@@ -301,6 +313,44 @@ def test_a_tier_marks_in_the_background_and_counts(tier: tuple[SecondaryTier, Fa
     assert (stats.marked, stats.pins_refused) == (5, 2)
 
 
+def test_a_block_that_is_stored_says_what_its_slot_says(tier: tuple[SecondaryTier, FaultyStore]) -> None:
+    secondary, store = tier
+    store.put_many(SPACE, [write(0)])
+    pool = np.zeros((3, SPACE.block_bytes()), np.uint8)
+    for number, mark in enumerate([PIN, Mark("b"), None]):
+        pool[number] = np.frombuffer(write(number).data, np.uint8)
+        assert secondary.store(Slot(number, key(number), pool[number], mark=mark))
+    until(secondary, lambda: secondary.idle)
+    assert {info.key: info.marks for info in store.scan(SPACE)} == {key(0): (PIN,), key(1): (Mark("b"),), key(2): ()}
+
+
+def test_a_later_use_is_younger_whatever_a_busy_tier_makes_of_them(tier: tuple[SecondaryTier, FaultyStore]) -> None:
+    """Two requests that end while the tier is busy: the second one's prefix is the younger, its front the youngest."""
+    secondary, store = tier
+    store.put_many(SPACE, writes(range(4)))
+    store.plan["touch"] = hanging = Hanging()
+    secondary.touch(keys([9]))
+    until(secondary, lambda: hanging.waiting == ["touch"])
+    secondary.touch(keys([0, 1, 2, 3]))
+    secondary.touch(keys([1, 0]))
+    hanging.release()
+    until(secondary, lambda: secondary.idle)
+    assert store.calls[-1] == ("touch", keys([1, 0, 2, 3]))
+
+
+def test_of_uses_that_a_busy_tier_cannot_take_the_oldest_are_dropped(tier: tuple[SecondaryTier, FaultyStore]) -> None:
+    secondary, store = tier
+    store.plan["touch"] = hanging = Hanging()
+    secondary.touch(keys([9]))
+    until(secondary, lambda: hanging.waiting == ["touch"])
+    secondary.touch(keys([1]))
+    secondary.touch([key(7)] * (MAX_HINTS - 1))
+    secondary.touch(keys([2]))
+    hanging.release()
+    until(secondary, lambda: secondary.idle)
+    assert store.calls[-1] == ("touch", keys([2, 7]))
+
+
 def test_a_store_that_hangs_or_fails_costs_marks_and_nothing_else(tier: tuple[SecondaryTier, FaultyStore]) -> None:
     secondary, store = tier
     store.put_many(SPACE, writes([1]))
@@ -313,7 +363,7 @@ def test_a_store_that_hangs_or_fails_costs_marks_and_nothing_else(tier: tuple[Se
     for number in range(40):
         secondary.mark(keys(range(2000 * number, 2000 * number + 2000)), Mark("b"))
         secondary.submit()
-    assert secondary.stats().marks_dropped == 8 * 2000
+    assert secondary.stats().marks_dropped == 8 * 2000  # the first ones
     hanging.release()
     until(secondary, lambda: secondary.idle)
-    assert next(store.scan(SPACE)).marks == (PIN, Mark("b"))
+    assert next(store.scan(SPACE)).marks == (PIN,)

@@ -1,18 +1,20 @@
 """What a secondary tier is told beside transfers: blocks that were used, and what requests say of blocks.
 
 Noted on the manager's thread, handed to the transfer threads when those have nothing better to do, one call of each
-kind at a time. Both are of use and neither is needed: what a busy tier cannot take is dropped, and nobody waits.
+kind at a time; only there is any key looked at. Both are of use and neither is needed: what a busy tier cannot take is
+dropped, and nobody waits.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kvstore.marks import MarkOutcome
-from kvstore.tiering.jobs import TierJob, Touch
+from kvstore.tiering.jobs import Marking, TierJob, Touch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection
 
     from kvstore.abc import BlockStore
     from kvstore.marks import Mark
@@ -21,25 +23,40 @@ if TYPE_CHECKING:
     from kvstore.tiering.transfer import TransferPool
     from kvstore.types import BlockKey
 
-__all__ = ["MAX_HINTS", "Hints", "Marking"]
+__all__ = ["MAX_HINTS", "Hints"]
+
+T = TypeVar("T")
 
 MAX_HINTS = 65536
-"""Keys noted of each kind while the tier is busy; more are dropped."""
+"""Keys noted of each kind while the tier is busy; beyond, the oldest notes are dropped."""
 
 
-class Marking(TierJob):
-    """Say of blocks what was said of them; `said` are marks, each with the blocks that it is for."""
+class _Notes(Generic[T]):
+    """Notes in order, each about a number of keys."""
 
-    def __init__(
-        self, store: BlockStore, namespace: Namespace, said: Sequence[tuple[Mark, Sequence[BlockKey]]]
-    ) -> None:
-        super().__init__(store, namespace)
-        self.said = said
-        self.outcomes: list[MarkOutcome] = []
+    def __init__(self) -> None:
+        self.notes: deque[tuple[T, int]] = deque()
+        self.keys = 0
 
-    def work(self) -> None:
-        for mark, keys in self.said:
-            self.outcomes += self.store.mark_many(self.namespace, keys, mark)
+    def add(self, note: T, count: int) -> int:
+        """Note it; how many keys of older notes, or of this one, were dropped for that."""
+        self.notes.append((note, count))
+        self.keys += count
+        before = self.keys
+        while self.keys > MAX_HINTS:
+            self.keys -= self.notes.popleft()[1]
+        return before - self.keys
+
+    def take(self) -> list[T]:
+        """All of them."""
+        taken = [note for note, _ in self.notes]
+        self.clear()
+        return taken
+
+    def clear(self) -> None:
+        """Forget them."""
+        self.notes.clear()
+        self.keys = 0
 
 
 class Hints:
@@ -47,42 +64,38 @@ class Hints:
 
     def __init__(self, store: BlockStore, namespace: Namespace, counters: Counters) -> None:
         self._store, self._namespace, self._counters = store, namespace, counters
-        self._touched: dict[BlockKey, None] = {}
-        self._marked: dict[Mark, dict[BlockKey, None]] = {}
-        self._marked_keys = 0
+        self._used: _Notes[Collection[BlockKey]] = _Notes()
+        self._said: _Notes[tuple[Mark, Collection[BlockKey]]] = _Notes()
         self.under_way: dict[type[TierJob], TierJob] = {}
 
     @property
     def idle(self) -> bool:
         """Nothing is noted or under way."""
-        return not (self._touched or self._marked or self.under_way)
+        return not (self._used.notes or self._said.notes or self.under_way)
 
-    def touch(self, keys: Iterable[BlockKey]) -> None:
-        """They were used; of several the last is the oldest."""
-        if len(self._touched) < MAX_HINTS:
-            self._touched.update(dict.fromkeys(keys))
+    def touch(self, keys: Collection[BlockKey]) -> None:
+        """They were used, after those of earlier calls; of several the last is the oldest."""
+        if keys:
+            self._used.add(keys, len(keys))
 
-    def mark(self, keys: Sequence[BlockKey], mark: Mark) -> None:
+    def mark(self, keys: Collection[BlockKey], mark: Mark) -> None:
         """This is said of them."""
+        if not keys:
+            return
         if not self._store.capabilities.marks:
             self._counters.tell("marks", "this store keeps no labels, pins and tenants; what is said of blocks is lost")
-        elif self._marked_keys + len(keys) > MAX_HINTS:
-            self._counters.add(marks_dropped=len(keys))
-            self._counters.tell("marks", "labels and pins are dropped; those of %d blocks wait", self._marked_keys)
-        else:
-            self._marked.setdefault(mark, {}).update(dict.fromkeys(keys))
-            self._marked_keys += len(keys)
+            return
+        dropped = self._said.add((mark, keys), len(keys))
+        if dropped:
+            self._counters.add(marks_dropped=dropped)
+            self._counters.tell("marks", "labels and pins are dropped: more than %d wait to be written", MAX_HINTS)
 
     def submit(self, pool: TransferPool[TierJob]) -> None:
         """Hand over what was noted, unless a call of that kind is under way."""
-        if self._touched and Touch not in self.under_way:
-            self._start(pool, Touch(self._store, self._namespace, list(self._touched)))
-            self._touched.clear()
-        if self._marked and Marking not in self.under_way:
-            said = [(mark, list(keys)) for mark, keys in self._marked.items()]
-            self._start(pool, Marking(self._store, self._namespace, said))
-            self._marked.clear()
-            self._marked_keys = 0
+        if self._used.notes and Touch not in self.under_way:
+            self._start(pool, Touch(self._store, self._namespace, self._used.take()))
+        if self._said.notes and Marking not in self.under_way:
+            self._start(pool, Marking(self._store, self._namespace, self._said.take()))
 
     def _start(self, pool: TransferPool[TierJob], hint: TierJob) -> None:
         self.under_way[type(hint)] = hint
@@ -101,9 +114,8 @@ class Hints:
 
     def cancel(self, pool: TransferPool[TierJob]) -> None:
         """Forget what was noted and what has not begun."""
-        self._touched.clear()
-        self._marked.clear()
-        self._marked_keys = 0
+        self._used.clear()
+        self._said.clear()
         for kind, hint in list(self.under_way.items()):
             if pool.cancel(hint):
                 del self.under_way[kind]

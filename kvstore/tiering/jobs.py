@@ -23,6 +23,7 @@ it (`withdraw`): nothing of this job will ever touch a slot then, and the slots 
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,15 +32,16 @@ from kvstore.tiering.transfer import Job, Once
 from kvstore.types import BlockRead, BlockWrite, GetOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from kvstore.abc import BlockStore
+    from kvstore.marks import Mark, MarkOutcome
     from kvstore.namespace import Namespace
     from kvstore.tiering.primary import Slot
     from kvstore.tiering.staging import Buffer
     from kvstore.types import BlockKey, PutOutcome
 
-__all__ = ["CopyOut", "Load", "Lookup", "StagedLoad", "StagedStore", "Store", "TierJob", "Touch", "Transfer"]
+__all__ = ["CopyOut", "Load", "Lookup", "Marking", "StagedLoad", "StagedStore", "Store", "TierJob", "Touch", "Transfer"]
 
 
 class TierJob(Job):
@@ -67,14 +69,33 @@ class Lookup(TierJob):
 
 
 class Touch(TierJob):
-    """Make `keys` young."""
+    """Make blocks young: those of a later one of `uses` younger, and within each the first the youngest."""
 
-    def __init__(self, store: BlockStore, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
+    def __init__(self, store: BlockStore, namespace: Namespace, uses: Sequence[Iterable[BlockKey]]) -> None:
         super().__init__(store, namespace)
-        self.keys = keys
+        self.uses = uses
 
     def work(self) -> None:
-        self.store.touch_many(self.namespace, self.keys)
+        keys = dict.fromkeys(chain.from_iterable(reversed(self.uses)))
+        self.store.touch_many(self.namespace, list(keys))
+
+
+class Marking(TierJob):
+    """Say of blocks what was said of them; `said` are marks, each with the blocks that it is for."""
+
+    def __init__(
+        self, store: BlockStore, namespace: Namespace, said: Sequence[tuple[Mark, Iterable[BlockKey]]]
+    ) -> None:
+        super().__init__(store, namespace)
+        self.said = said
+        self.outcomes: list[MarkOutcome] = []
+
+    def work(self) -> None:
+        by_mark: dict[Mark, dict[BlockKey, None]] = {}
+        for mark, keys in self.said:
+            by_mark.setdefault(mark, {}).update(dict.fromkeys(keys))
+        for mark, keys in by_mark.items():
+            self.outcomes += self.store.mark_many(self.namespace, list(keys), mark)
 
 
 class Transfer(TierJob):
@@ -88,6 +109,7 @@ class Transfer(TierJob):
         super().__init__(store, namespace)
         self.slots = slots
         self.keys = [slot.key for slot in slots]
+        self.marks = {slot.key: slot.mark for slot in slots if slot.mark is not None}
         self.buffers: Sequence[Buffer] = ()
         self.sizes = [slot.view.nbytes for slot in slots]
         self.nbytes = sum(self.sizes)
@@ -172,6 +194,7 @@ class StagedStore(Store):
     def __init__(self, copied: CopyOut) -> None:
         super().__init__(copied.store, copied.namespace, ())
         self.keys, self.sizes, self.nbytes = copied.keys, copied.sizes, copied.nbytes
+        self.marks = copied.marks
         self.buffers = copied.buffers
         self._blocks = copied.blocks
 

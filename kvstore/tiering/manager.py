@@ -223,8 +223,9 @@ class TieringManager(BlockingCalls):
         """
         self.forget(keys)
         self.primary.touch(keys)
+        used = tuple(keys)  # a tier looks at them later
         for tier in self._tiers:
-            tier.touch(keys)
+            tier.touch(used)
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
         """Nobody waits for these blocks any more; who asks next is told anew, not what was the answer a moment ago."""

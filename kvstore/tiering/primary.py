@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvstore.marks import Mark
     from kvstore.tiering.policy import PolicyFactory
     from kvstore.types import BlockKey
 
@@ -48,6 +49,8 @@ class Slot:
     parent: bytes = NO_PARENT
     pins: int = 1
     ready: bool = False
+    mark: Mark | None = None
+    """What a tier is to say of the block once it has stored it, or finds that it has it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from kvstore.tiering.transfer import TransferPool
 from kvstore.types import GetOutcome, PutOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from kvstore.marks import Mark
     from kvstore.namespace import Namespace
@@ -157,13 +157,17 @@ class SecondaryTier:
         self._to_store.append(slot)
         return True
 
-    def touch(self, keys: Iterable[BlockKey]) -> None:
-        """Make these blocks young in the store, some time soon."""
+    def touch(self, keys: Collection[BlockKey]) -> None:
+        """Make these blocks young in the store, some time soon, the first of them youngest. Those of a later call are
+        younger. Iterated on a transfer thread.
+        """
         if not self._closed:
             self._hints.touch(keys)
 
-    def mark(self, keys: Sequence[BlockKey], mark: Mark) -> None:
-        """Say `mark` of those of these blocks that are in the store when it is told, some time soon."""
+    def mark(self, keys: Collection[BlockKey], mark: Mark) -> None:
+        """Say `mark` of those of these blocks that are in the store when it is told, some time soon. Iterated on a
+        transfer thread. Of a block that is on its way into the store, its slot says it (`Slot.mark`).
+        """
         if not self._closed:
             self._hints.mark(keys, mark)
 
@@ -339,6 +343,9 @@ class SecondaryTier:
         self._backlog -= job.nbytes
         outcomes = job.outcomes or [PutOutcome.FAILED] * len(job.sizes)
         report.stored.extend(key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome.present)
+        for mark in set(job.marks.values()):
+            there = zip(job.keys, outcomes, strict=True)
+            self.mark([key for key, outcome in there if outcome.present and job.marks.get(key) == mark], mark)
         # A staged store has no slots any more.
         report.dropped.extend(slot for slot, outcome in zip(job.slots, outcomes, strict=False) if not outcome.present)
         stored = [size for size, outcome in zip(job.sizes, outcomes, strict=True) if outcome is PutOutcome.STORED]
