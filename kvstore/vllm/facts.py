@@ -142,6 +142,9 @@ def _values(vllm_config: Any, draft: Any) -> dict[str, Any]:
         name: getattr(cache, name, None)
         for name in ("kv_cache_dtype_skip_layers", "mamba_cache_mode", "kv_sharing_fast_prefill")
     }
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1:
+        found["interleave"] = str(parallel.cp_kv_cache_interleave_size)  # tokens of a block go to ranks in turns of it
     found["loader"] = vllm_config.load_config.model_loader_extra_config
     media = vllm_config.model_config.multimodal_config
     if media is not None:
@@ -157,7 +160,6 @@ def _model(model: Any) -> dict[str, Any]:
         "dtype": model.dtype,
         "quantization": model.quantization,
         "quantization_config": getattr(model, "quantization_config", None),
-        "disable_sliding_window": model.disable_sliding_window,
         "model_impl": model.model_impl,
         "code_revision": model.code_revision,
         "override_attention_dtype": getattr(model, "override_attention_dtype", None),

@@ -6,6 +6,7 @@ Run them with `make test-vllm`, or `python -m pytest tests/vllm -p no:cacheprovi
 from __future__ import annotations
 
 import importlib.util
+import os
 import warnings
 
 
@@ -21,6 +22,9 @@ def _vllm_is_here() -> bool:
 VLLM = _vllm_is_here()
 
 if VLLM:
+    os.environ.setdefault(
+        "VLLM_TARGET_DEVICE", "cpu"
+    )  # a wheel for GPUs finds no device here, and then has no platform
     with warnings.catch_warnings():  # theirs, while they are imported; what they warn of later is an error as usual
         warnings.simplefilter("ignore")
         import vllm.v1.kv_offload.tiering.manager
