@@ -97,8 +97,24 @@ if TYPE_CHECKING:
     class OffloadingMetricMetadata:
         """How a metric is declared."""
 
+        def __init__(self, documentation: str, labelnames: tuple[str, ...]) -> None: ...
+
     class OffloadingConnectorStats:
         """Observations since the last time."""
+
+        data: dict[str, Any]
+
+        def increase_counter(self, name: str, value: float, labels: tuple[str, ...]) -> None: ...
+
+        def set_gauge(self, name: str, value: float, labels: tuple[str, ...]) -> None: ...
+
+        def is_empty(self) -> bool: ...
+
+    class OffloadingCounterMetadata(OffloadingMetricMetadata):
+        """Of one that only grows."""
+
+    class OffloadingGaugeMetadata(OffloadingMetricMetadata):
+        """Of one that shows the moment."""
 
 else:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -106,7 +122,9 @@ else:
         Locality,
         LookupResult,
         Medium,
+        OffloadingCounterMetadata,
         OffloadingEvent,
+        OffloadingGaugeMetadata,
         OffloadingMetricMetadata,
         OffloadingSpec,
         ReqContext,
@@ -121,7 +139,9 @@ __all__ = [
     "LookupResult",
     "Medium",
     "OffloadingConnectorStats",
+    "OffloadingCounterMetadata",
     "OffloadingEvent",
+    "OffloadingGaugeMetadata",
     "OffloadingMetricMetadata",
     "OffloadingSpec",
     "ReqContext",
@@ -131,7 +151,11 @@ __all__ = [
     "TransferJob",
     "base_arguments",
     "check_version",
+    "chunk_tokens",
+    "end_token",
     "job_result",
+    "longest_request",
+    "positions_of",
     "rows_of",
     "stored_event",
     "vllm_version",
@@ -180,10 +204,36 @@ def base_arguments(spec: OffloadingSpec, view: memoryview, tier_type: str, detec
     return (*given, detector) if hasattr(SecondaryTierManager, "bp_detector") else given
 
 
+def end_token(request: ReqContext, key: bytes) -> int:
+    """Where in the request's prompt the block ends, in tokens, which tiers are told from 0.31 on; else 0."""
+    place = getattr(request, "get_offload_key_position", None)
+    return (place(key) if place else None) or 0
+
+
+def longest_request(spec: OffloadingSpec) -> int:
+    """The engine's `max_model_len` in tokens, which tiers are told from 0.33 on; 0 where nobody knows."""
+    told = int(getattr(spec.config.model, "max_model_len", 0))
+    if told:
+        return told
+    from kvstore.vllm.plugin import captured
+
+    return int(getattr(captured(spec.config.engine_id), "max_model_len", 0))
+
+
 def rows_of(job: TransferJob) -> list[int]:
     """The rows of primary memory, one for each key."""
     ids: Any = getattr(job, "chunk_ids", None)
     return cast("list[int]", (cast("Any", job).block_ids if ids is None else ids).tolist())
+
+
+def chunk_tokens(spec: OffloadingSpec) -> list[int]:
+    """Tokens of one key, by KV-cache group."""
+    return [tokens * spec.blocks_per_chunk for tokens in spec.tokens_per_block]
+
+
+def positions_of(context: ReqContext) -> Mapping[bytes, int]:
+    """Of every block of a request where it ends, in tokens; nothing before 0.31. It grows while the request runs."""
+    return cast("Mapping[bytes, int]", getattr(context, "_offload_key_positions", {}))
 
 
 def job_result(

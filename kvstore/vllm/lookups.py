@@ -19,6 +19,8 @@ from kvstore.types import BlockKey
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from kvstore.vllm._compat import ReqContext
+
 __all__ = ["BlockKeys", "Lookups", "block_key", "offload_key"]
 
 GROUP_BYTES = 4
@@ -61,13 +63,17 @@ class Lookups:
 
     `most`: blocks that one request is told to be there, as many as there are rows in primary memory. Promoting more
     than that would throw out the first ones, and the request would never have all of them; those that it asked for
-    first, the front of its prefix, it can have.
+    first, the front of its prefix, it can have. `beyond` knows blocks so far behind that there is no room for what is
+    in front of them, which may be in primary memory already.
     Threads: one at a time makes all calls.
     """
 
-    def __init__(self, ask: Callable[[list[BlockKey]], None], most: int) -> None:
+    def __init__(
+        self, ask: Callable[[list[BlockKey]], None], most: int, beyond: Callable[[bytes, ReqContext], bool]
+    ) -> None:
         self._ask = ask
         self._most = most
+        self._beyond = beyond
         self._requests: dict[str, Verdicts] = {}
         self._asking: dict[bytes, list[Verdicts]] = {}
 
@@ -76,13 +82,15 @@ class Lookups:
         """Somebody has asked and got no answer yet."""
         return bool(self._asking)
 
-    def find(self, key: bytes, request: str) -> bool | None:
+    def find(self, key: bytes, request: ReqContext) -> bool | None:
         """Is it there? None: not known yet, ask again in the next step."""
-        verdicts = self._requests.get(request)
+        verdicts = self._requests.get(request.req_id)
         if verdicts is None:
-            verdicts = self._requests[request] = Verdicts()
+            verdicts = self._requests[request.req_id] = Verdicts()
         if key in verdicts:
             return verdicts[key]
+        if self._beyond(key, request):
+            return False
         verdicts[key] = None
         asking = self._asking.get(key)
         if asking is None:

@@ -33,12 +33,18 @@ from kvstore.vllm._compat import (
     SecondaryTierManager,
     base_arguments,
     check_version,
+    chunk_tokens,
+    end_token,
+    longest_request,
     rows_of,
     stored_event,
 )
 from kvstore.vllm.jobs import Jobs
-from kvstore.vllm.lookups import BlockKeys, Lookups, block_key, offload_key
+from kvstore.vllm.lookups import Lookups, block_key, offload_key
+from kvstore.vllm.metrics import Metrics, definitions
 from kvstore.vllm.options import TierOptions
+from kvstore.vllm.requests import Requests
+from kvstore.vllm.sizing import last_token, warn_if_small
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -48,7 +54,9 @@ if TYPE_CHECKING:
     from kvstore.tiering.secondary import TierReport
     from kvstore.vllm._compat import (
         JobResult,
+        OffloadingConnectorStats,
         OffloadingEvent,
+        OffloadingMetricMetadata,
         OffloadingSpec,
         ReqContext,
         ScheduleEndContext,
@@ -97,32 +105,36 @@ class KVStoreTier(SecondaryTierManager):
         # The last thing that refers to vLLM's memory, after everything that can fail: an error's traceback would keep
         # it from being unmapped.
         self._rows: NDArray[np.uint8] | None = np.frombuffer(primary_kv_view, np.uint8).reshape(-1, row_bytes)
-        self._lookups = Lookups(self._tier.ask, len(self._rows))
+        warn_if_small(offloading_spec, len(self._rows), row_bytes, longest_request(offloading_spec))
+        self._lookups = Lookups(self._tier.ask, len(self._rows), self._beyond_primary)
+        self._last_token = last_token(offloading_spec.config, len(self._rows))
         self._jobs = Jobs()
+        self._requests = Requests(self._tier, chunk_tokens(offloading_spec))
+        self._metrics = Metrics(chosen.url)
         self._events: list[OffloadingEvent] | None = [] if _announces(offloading_spec, chosen) else None
 
     # Requests.
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Blocks are stored as they are computed; nothing more is asked for."""
-        del req_context
+        self._requests.begin(req_context)
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
         """RETRY until the store has answered, or has not in time."""
-        found = self._lookups.find(key, req_context.req_id)
+        found = self._lookups.find(key, req_context)
         if found is None:
             return LookupResult.RETRY
         return LookupResult.HIT if found else LookupResult.MISS
 
     def touch(self, keys: Collection[bytes], req_context: ReqContext) -> None:
         """A use; up to vLLM 0.30 somebody calls this."""
-        del req_context
-        self._tier.touch(BlockKeys(keys))
+        self._requests.touched(req_context, keys)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """What was asked for it is forgotten."""
+        """What was asked for it is forgotten; its blocks were used, wherever it found them."""
         self._lookups.forget(req_context.req_id)
+        self._requests.finish(req_context)
 
     # Transfers.
 
@@ -136,6 +148,10 @@ class KVStoreTier(SecondaryTierManager):
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Store the job's blocks; those that the tier has no time for are shed, and the job counts as failed."""
         slots = self._slots(job_metadata)
+        context = job_metadata.req_context
+        mark = self._requests.mark_of(context)
+        for slot, place in zip(slots, self._requests.places(context, job_metadata.keys), strict=False):
+            (slot.position, slot.parent), slot.mark = place, mark
         self._jobs.start(job_metadata, slots)
         self._jobs.came_back([slot for slot in slots if not self._tier.store(slot)], success=False)
         self._tier.submit()  # the next step may be a long computation away
@@ -155,6 +171,18 @@ class KVStoreTier(SecondaryTierManager):
         if self._events is not None:
             yield from self._events
             self._events.clear()
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        """The metrics of every kvstore tier; they have its URL as a label."""
+        del extra_config
+        return definitions()
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """What was added since the last call."""
+        return self._metrics.observe(
+            self._tier.stats(), blocks_in_flight=len(self._jobs), refused_params=self._requests.refused
+        )
 
     # Ends.
 
@@ -215,6 +243,9 @@ class KVStoreTier(SecondaryTierManager):
         """Of primary memory: vLLM is about to unmap it, which fails while anything refers to it."""
         self._rows = None
         gc.collect()  # an exception that is part of a cycle may have a row in its frames
+
+    def _beyond_primary(self, key: bytes, request: ReqContext) -> bool:
+        return end_token(request, key) > self._last_token
 
     def _slots(self, job: TransferJob) -> list[Slot]:
         rows = self._rows

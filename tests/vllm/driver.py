@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["PATIENCE", "Call", "Driver", "Request", "content", "keys", "offloading_config"]
+__all__ = ["PATIENCE", "Call", "Driver", "Request", "content", "keys", "kvstore_tier", "offloading_config"]
 
 PATIENCE = 30.0
 """Seconds after which a test that waits has failed."""
@@ -50,6 +50,11 @@ def keys(count: int, prompt: str = "a", group: int = 0, digest_bytes: int = 32) 
 def content(key: bytes, nbytes: int) -> NDArray[np.uint8]:
     """The bytes that belong to this key and to no other."""
     return np.frombuffer(np.random.default_rng(list(key)).bytes(nbytes), np.uint8)
+
+
+def kvstore_tier(url: str, **options: Any) -> dict[str, Any]:
+    """An entry of `secondary_tiers`; engines of all tests may share blocks."""
+    return {"type": "KVStoreTier", "module_path": "kvstore.vllm", "url": url, "namespace": "tests", **options}
 
 
 def offloading_config(
