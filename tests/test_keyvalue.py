@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import sqlite3
 import struct
 import threading
 import time
+import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -396,6 +398,17 @@ def test_what_a_hook_still_uses_when_time_is_up_is_left_to_it(monkeypatch: pytes
         store.close()
     assert refuses(store)
     assert "disconnect" not in store.calls
+
+
+def test_a_forked_child_that_closes_leaves_the_connection_to_its_parent() -> None:
+    with opened() as store:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later: fork beside threads
+            child = os.fork()
+        if child == 0:
+            store.close()
+            os._exit(store.calls.count("disconnect"))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def refuses(store: DictStore) -> bool:
