@@ -67,7 +67,6 @@ def _there_and_back(tier: TierUnderTest) -> Finding:
         tier.load([key], [into.data])
         loaded += time.perf_counter() - begin
         wrong += not np.array_equal(into, source)
-    tier.clear(keys)
     if wrong:
         return problem(
             ROUND_TRIP, f"{wrong} of {BLOCKS} blocks came back with other bytes", "look for a failing device"
