@@ -6,6 +6,7 @@ The first part runs anywhere. The last asks the vLLM that is installed, where on
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import re
@@ -176,6 +177,23 @@ def test_the_log_messages_of_the_page_are_in_the_code() -> None:
             assert part in code, part
 
 
+def test_every_metric_of_kvstore_is_on_the_page() -> None:
+    names = metric_names()
+    assert len(names) > 15
+    assert set(re.findall(r"vllm:(kvstore_\w+)", TEXT)) == names
+
+
+def metric_names() -> set[str]:
+    """As `kvstore.vllm.metrics` declares them; read, because importing it takes vLLM."""
+    tree = ast.parse((ROOT / "kvstore" / "vllm" / "metrics.py").read_text(encoding="utf-8"))
+    tables = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign) and node.value and ast.unparse(node.target) in ("COUNTERS", "GAUGES")
+    ]
+    return {f"kvstore_{name}" for table in tables for name, _ in table.values()}
+
+
 # Kubernetes
 
 
@@ -246,6 +264,17 @@ def test_vllm_takes_every_configuration() -> None:
         for tier in config.kv_connector_extra_config["secondary_tiers"]:
             assert SecondaryTierFactory.get_tier_class(tier) is KVStoreTier
         assert spec.build_metric_definitions(config.kv_connector_extra_config)
+
+
+def test_the_request_of_the_page_is_understood() -> None:
+    pytest.importorskip("vllm.v1.kv_offload.tiering.spec")
+    from kvstore.vllm.requests import said
+
+    (request,) = map(json.loads, blocks("json"))
+    mark = said(request["kv_transfer_params"])
+    assert mark is not None
+    assert (mark.label, mark.pinned, mark.tenant) == ("handbook-2026", True, "acme")
+    assert request["cache_salt"]
 
 
 def test_every_metric_of_the_page_is_one() -> None:
