@@ -163,7 +163,7 @@ def as_nobody(code: str) -> subprocess.CompletedProcess[str]:
         prefix = ""
     else:
         prefix = "import os; os.setgroups([]); os.setresgid(65533, 65533, 65533); os.setresuid(65533, 65533, 65533)\n"
-    source = f"import kvstore, kvstore_zarr, kvstore_lmdb, lmdb\n{prefix}{code}"
+    source = f"import kvstore, kvstore.registry, kvstore_zarr, kvstore_lmdb, lmdb\n{prefix}{code}"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
         [sys.executable, "-c", source], env=environment, capture_output=True, text=True, check=False, timeout=60
