@@ -152,7 +152,6 @@ __all__ = [
     "base_arguments",
     "check_version",
     "chunk_tokens",
-    "end_token",
     "job_result",
     "longest_request",
     "positions_of",
@@ -202,12 +201,6 @@ def base_arguments(spec: OffloadingSpec, view: memoryview, tier_type: str, detec
     """What `SecondaryTierManager.__init__` takes: a `backpressure_detector` from 0.31 on."""
     given = (spec, view, tier_type)
     return (*given, detector) if hasattr(SecondaryTierManager, "bp_detector") else given
-
-
-def end_token(request: ReqContext, key: bytes) -> int:
-    """Where in the request's prompt the block ends, in tokens, which tiers are told from 0.31 on; else 0."""
-    place = getattr(request, "get_offload_key_position", None)
-    return (place(key) if place else None) or 0
 
 
 def longest_request(spec: OffloadingSpec) -> int:

@@ -121,7 +121,7 @@ class TierOptions:
         unknown = sorted(given.keys() - {option.name for option in KNOWN})
         if unknown:
             raise UnknownOptionError(_unknown(unknown[0]))
-        if "url" not in given:
+        if given.get("url") is None:
             raise InvalidOptionError(f'the kvstore tier needs a url: {{"type": "kvstore", "url": …}} ({URL.help})')
         values = {option.name: _parsed(option, given) for option in KNOWN}
         url: TierURL = values.pop("url")

@@ -34,8 +34,8 @@ from kvstore.vllm._compat import (
     base_arguments,
     check_version,
     chunk_tokens,
-    end_token,
     longest_request,
+    positions_of,
     rows_of,
     stored_event,
 )
@@ -99,19 +99,18 @@ class KVStoreTier(SecondaryTierManager):
         super().__init__(*base_arguments(offloading_spec, primary_kv_view, tier_type, backpressure_detector))
         chosen = TierOptions.of(options)
         self.locality = None if chosen.locality is None else Locality(chosen.locality)
-        row_bytes = (primary_kv_view.strides or (0,))[0]
+        rows, row_bytes = primary_kv_view.shape or (0, 0)
         self._tier = chosen.open(_namespace(offloading_spec, row_bytes, chosen.namespace))
         self.url = self._tier.url
-        # The last thing that refers to vLLM's memory, after everything that can fail: an error's traceback would keep
-        # it from being unmapped.
-        self._rows: NDArray[np.uint8] | None = np.frombuffer(primary_kv_view, np.uint8).reshape(-1, row_bytes)
-        warn_if_small(offloading_spec, len(self._rows), row_bytes, longest_request(offloading_spec))
-        self._lookups = Lookups(self._tier.ask, len(self._rows), self._beyond_primary)
-        self._last_token = last_token(offloading_spec.config, len(self._rows))
+        warn_if_small(offloading_spec, rows, row_bytes, longest_request(offloading_spec))
+        self._lookups = Lookups(self._tier.ask, rows, self._beyond_primary)
+        self._last_token = last_token(offloading_spec.config, rows)
         self._jobs = Jobs()
         self._requests = Requests(self._tier, chunk_tokens(offloading_spec))
         self._metrics = Metrics(chosen.url)
         self._events: list[OffloadingEvent] | None = [] if _announces(offloading_spec, chosen) else None
+        # After everything that can fail: an error's traceback would keep vLLM's memory from being unmapped.
+        self._rows: NDArray[np.uint8] | None = np.frombuffer(primary_kv_view, np.uint8).reshape(rows, row_bytes)
 
     # Requests.
 
@@ -245,7 +244,7 @@ class KVStoreTier(SecondaryTierManager):
         gc.collect()  # an exception that is part of a cycle may have a row in its frames
 
     def _beyond_primary(self, key: bytes, request: ReqContext) -> bool:
-        return end_token(request, key) > self._last_token
+        return positions_of(request).get(key, 0) > self._last_token
 
     def _slots(self, job: TransferJob) -> list[Slot]:
         rows = self._rows

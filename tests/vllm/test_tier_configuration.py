@@ -1,0 +1,204 @@
+"""What stands in the configuration, what vLLM is told of it, and what is said when it is wrong."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from driver import Driver, keys, kvstore_tier
+from vllm.v1.kv_offload.base import Locality
+from vllm.v1.kv_offload.tiering import base as tiering_base
+
+from kvstore import PutOutcome, open_store
+from kvstore.errors import ConfigurationError, InvalidOptionError, StoreOpenError, UnknownOptionError
+from kvstore.testing.faults import FaultyStore, failing
+from kvstore.vllm import _compat
+from kvstore.vllm.lookups import block_key
+from kvstore.vllm.options import KNOWN
+from kvstore.vllm.sizing import rows_of_longest_request
+
+PROMPT = keys(6)
+
+
+def entry(**options: Any) -> dict[str, Any]:
+    """A tier in memory, with these options."""
+    return {**kvstore_tier("memory://configuration"), **options}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"thread": 4}, UnknownOptionError, "did you mean 'threads'"),
+        ({"capacity": "5GB"}, UnknownOptionError, 'in the mapping "options"'),
+        ({"threads": 0}, InvalidOptionError, "threads=0: expected a whole number"),
+        ({"backlog": "much"}, InvalidOptionError, "backlog='much': expected bytes"),
+        ({"load_timeout": "0s"}, InvalidOptionError, "expected a time above 0"),
+        ({"lookup_timeout": True}, InvalidOptionError, "lookup_timeout=True"),
+        ({"locality": "HERE"}, InvalidOptionError, "expected one of LOCAL, REMOTE"),
+        ({"namespace": ""}, InvalidOptionError, "expected a name"),
+        ({"options": ["capacity"]}, InvalidOptionError, "expected a mapping"),
+        ({"options": {"colour": "red"}}, UnknownOptionError, "colour"),
+        ({"url": "memry://a"}, ConfigurationError, "Did you mean memory"),
+        ({"url": "not a url"}, ConfigurationError, "is not a tier URL"),
+        ({"url": None}, InvalidOptionError, "needs a url"),
+    ],
+)
+def test_a_wrong_option_is_an_error_that_says_what_could_be(
+    options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error) as caught, Driver([entry(**options)]):
+        pass
+    assert said in str(caught.value)
+    if error is UnknownOptionError and "colour" not in said:
+        assert all(option.name in str(caught.value) for option in KNOWN)
+
+
+def test_a_tier_that_cannot_be_opened_leaves_nothing_in_shared_memory(tmp_path: Path) -> None:
+    (tmp_path / "tier").write_text("something else")
+    tiers = [entry(), kvstore_tier(f"file://{tmp_path}/tier")]
+    before = set(Path("/dev/shm").iterdir())
+    with pytest.raises(StoreOpenError), Driver(tiers):
+        pass
+    assert set(Path("/dev/shm").iterdir()) <= before
+
+
+def test_every_option_can_be_given(tmp_path: Path) -> None:
+    options = {
+        "options": {"capacity": "1GB"},
+        "threads": 3,
+        "backlog": "64MiB",
+        "lookup_timeout": "500ms",
+        "load_timeout": 2.5,
+        "staging": "32MiB",
+        "locality": "LOCAL",
+        "enable_kv_events": True,
+    }
+    with Driver([kvstore_tier(f"file://{tmp_path}/tier", **options)], events=True) as engine:
+        tier = engine.tiers[0]
+        assert tier.locality is Locality.LOCAL
+        assert tier._tier.backlog_bytes == 64 << 20
+        assert tier._tier._transfers.threads == 3
+        assert "capacity=1GB" in tier.url
+        assert engine.store(PROMPT) == 6
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize("published", [True, False])
+def test_events_announce_what_can_be_loaded(
+    wanted: bool, published: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = FaultyStore(open_store("memory://events"))
+    monkeypatch.setattr("kvstore.tiering.secondary.open_store", lambda _url: store)
+    refused = {block_key(PROMPT[1]): PutOutcome.FULL, block_key(PROMPT[2]): PutOutcome.FAILED}
+
+    def put(call: Any) -> list[PutOutcome]:
+        kept = [block for block in call.blocks if block.key not in refused]
+        outcomes = dict(zip([block.key for block in kept], call.ask(kept), strict=True))
+        return [{**refused, **outcomes}[key] for key in call.keys]
+
+    store.plan["put"] = put
+    with Driver([entry(enable_kv_events=wanted, locality="REMOTE")], events=published) as engine:
+        engine.store(PROMPT)
+        engine.until(lambda: engine.tiers[0]._tier.idle)
+        engine.step()
+        events = [event for event in engine.events() if event.medium.value == "STORAGE"]
+        announced = [key for event in events for key in event.keys]
+        assert sorted(announced) == (sorted([PROMPT[0], *PROMPT[3:]]) if wanted and published else [])
+        assert all(event.locality is Locality.REMOTE and not event.removed for event in events)
+        assert engine.events() == [] or not published
+        store.plan.clear()
+        engine.evict_all()
+        assert all(engine.load([key]) == 1 for key in announced)
+    assert ("publishes no KV events" in caplog.text) is (wanted and not published)
+
+
+@pytest.mark.skipif(not hasattr(tiering_base.SecondaryTierManager, "bp_detector"), reason="from vLLM 0.31 on")
+def test_vllm_holds_stores_back_that_its_backpressure_setting_counts_as_too_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = FaultyStore(open_store("memory://pressure"))
+    monkeypatch.setattr("kvstore.tiering.secondary.open_store", lambda _url: store)
+    pressure = {
+        "backpressure_cls": "EMABackpressureDetector",
+        "policy_cls": "DropStorePolicy",
+        "high_water_s": 1e-9,
+        "low_water_s": 1e-10,
+        "warmup_completions": 1,
+        "cooldown_s": 60,
+    }
+    with Driver([entry(backpressure=pressure)], rows=32) as engine:
+        for number in range(8):
+            engine.store(keys(2, f"prompt {number}"))
+        assert engine.tiers[0].bp_detector is not None
+        assert engine.tiers[0].bp_detector.is_under_pressure()
+        assert [verb for verb, _ in store.calls].count("put") < 8
+
+
+def test_a_store_that_fails_is_reported_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FaultyStore(open_store("memory://failing"))
+    monkeypatch.setattr("kvstore.tiering.secondary.open_store", lambda _url: store)
+    with Driver([entry()]) as engine:
+        results: list[Any] = []
+        tier, finished = engine.tiers[0], engine.tiers[0].get_finished_jobs
+        monkeypatch.setattr(tier, "get_finished_jobs", lambda: results.extend(found := list(finished())) or found)
+        store.plan["put"] = failing()
+        engine.store(PROMPT)
+        store.plan.clear()
+        engine.store(keys(6, "b"))
+        assert [result.success for result in results] == [False, True]
+        assert results[1].transfer_time > 0
+        assert getattr(results[1], "transfer_bytes", 6 * 8192) == 6 * 8192
+
+
+@pytest.mark.parametrize(("model_len", "warns"), [(16 * 16, False), (17 * 16, True), (0, False)])
+def test_too_little_primary_memory_is_said_at_the_start(
+    model_len: int, warns: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.vllm.plugin.captured", lambda _engine: SimpleNamespace(max_model_len=model_len))
+    monkeypatch.setattr("kvstore.vllm.tier.longest_request", lambda _spec: model_len)
+    with caplog.at_level(logging.WARNING), Driver([entry()], rows=16):
+        pass
+    assert ("cpu_bytes_to_use holds 16 blocks" in caplog.text) is warns
+
+
+def test_sliding_windows_and_groups_count_for_what_they_keep() -> None:
+    full = SimpleNamespace(tokens_per_block=16)
+    window = SimpleNamespace(tokens_per_block=16, sliding_window_size_in_chunks=3)
+    config = SimpleNamespace(groups=[full, window], cache=SimpleNamespace(blocks_per_chunk=2))
+    assert rows_of_longest_request(config, 1000) == 32 + 3
+
+
+@pytest.mark.parametrize(("found", "warned"), [("0.33.4", 0), ("0.34.0rc1", 1), ("1.2", 1), ("0.28.0", 0)])
+def test_an_unknown_version_is_tried_with_one_warning(
+    found: str, warned: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_compat, "_checked", [])
+    monkeypatch.setattr(_compat, "vllm_version", lambda: found)
+    for _ in range(3):
+        _compat.check_version()
+    assert caplog.text.count("newer than") == warned
+
+
+def test_a_version_that_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_compat, "_checked", [])
+    monkeypatch.setattr(_compat, "vllm_version", lambda: "0.22.1")
+    with pytest.raises(ImportError, match=r"0\.26 or later; this is 0\.22\.1"):
+        _compat.check_version()
+
+
+def test_without_vllm_the_package_says_what_to_install() -> None:
+    code = "import sys; sys.modules['vllm'] = None; import kvstore.vllm"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "MissingDependencyError" in done.stderr
+    assert "pip install vllm" in done.stderr
+
+
+def test_kvstore_alone_imports_no_vllm() -> None:
+    code = "import kvstore, kvstore.tiering, sys; sys.exit(any(name.split('.')[0] == 'vllm' for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

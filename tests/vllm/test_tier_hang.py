@@ -1,0 +1,248 @@
+"""A backend that hangs for ever behind vLLM's manager: who is released, who waits, and whose memory it is."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from driver import Driver, keys, kvstore_tier
+from vllm.v1.kv_offload.base import LookupResult
+
+from kvstore import open_store
+from kvstore.errors import ShutdownTimeout
+from kvstore.testing.faults import FaultyStore, Hanging, failing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PROMPT = keys(6)
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
+TIER = kvstore_tier("memory://hang", load_timeout=0.3, lookup_timeout=0.2)
+CALL_LIMIT = 200e-6
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> FaultyStore:
+    """What the next tier opens, whatever its URL; parametrised indirectly with whether it can hang on a network."""
+    store = FaultyStore(open_store("memory://hang"), can_hang=getattr(request, "param", True))
+    monkeypatch.setattr("kvstore.tiering.secondary.open_store", lambda _url: store)
+    return store
+
+
+BOTH = pytest.mark.parametrize("store", [True, False], indirect=True, ids=["network", "local"])
+LOCAL = pytest.mark.parametrize("store", [False], indirect=True, ids=["local"])
+
+
+def cold(engine: Driver) -> None:
+    """The prompt is in the tier and nowhere else."""
+    engine.store(PROMPT)
+    engine.evict_all()
+
+
+def quick(engine: Driver) -> None:
+    """No call has kept the scheduler waiting. (A machine that tests share is slow at times: `benchmarks/vllm_tier.py`
+    has the p99.)
+    """
+    slow = engine.slow_calls()
+    assert len(slow) > 200
+    assert slow[int(len(slow) * 0.95)] <= CALL_LIMIT, f"p95 of {len(slow)} calls: {slow[-20:]}"
+
+
+def busy(engine: Driver, until: Callable[[], bool]) -> None:
+    """Other requests come and go, in primary memory, until something has happened."""
+    deadline = time.monotonic() + 20
+    names = keys(1, "other")
+    while not until():
+        assert time.monotonic() < deadline
+        request = engine.arrive(names)
+        written = engine.prepare_store(request)
+        engine.step()
+        engine.complete_store(request, written or [])
+        assert engine.lookup(request) == [HIT]
+        assert engine.read(request, names) == []
+        engine.finish(request)
+
+
+def test_a_request_behind_a_load_that_hangs_is_released_and_others_go_on(store: FaultyStore, hanging: Hanging) -> None:
+    with Driver([TIER], rows=16) as engine:
+        cold(engine)
+        store.plan["get"] = hanging
+        request = engine.arrive(PROMPT)
+        engine.until(lambda: engine.final(request) or hanging.waiting)
+        begin = time.monotonic()
+        busy(engine, lambda: engine.final(request) == [MISS])
+        assert time.monotonic() - begin < 1.0
+        written = engine.prepare_store(request)
+        assert written == PROMPT, "its rows are free: it is computed"
+        engine.complete_store(request, written)
+        engine.step()
+        quick(engine)
+        before = engine.rows.copy()
+        hanging.release()
+        time.sleep(0.05)
+        assert np.array_equal(engine.rows, before), "what came too late touches nothing"
+
+
+def test_a_late_load_does_not_touch_rows_that_belong_to_others(store: FaultyStore, hanging: Hanging) -> None:
+    with Driver([TIER], rows=6) as engine:
+        cold(engine)
+        store.plan["get"] = hanging
+        request = engine.arrive(PROMPT)
+        engine.until(lambda: engine.final(request))
+        engine.finish(request)
+        engine.store(keys(6, "b"))
+        hanging.release()
+        engine.until(lambda: not hanging.waiting)
+        time.sleep(0.05)
+        assert engine.load(keys(6, "b")) == 6
+
+
+@BOTH
+def test_lookups_that_hang_are_misses(store: FaultyStore, hanging: Hanging) -> None:
+    with Driver([TIER], rows=16) as engine:
+        cold(engine)
+        store.plan["contains"] = hanging
+        begin = time.monotonic()
+        assert engine.load(PROMPT) == 0
+        assert engine.load(keys(6, "c")) == 0, "nobody waits for it a second time"
+        assert time.monotonic() - begin < 1.0
+        quick(engine)
+        hanging.release()
+
+
+def test_stores_that_hang_do_not_fill_primary_memory(store: FaultyStore, hanging: Hanging) -> None:
+    with Driver([{**TIER, "staging": 16 * 8192}], rows=8) as engine:
+        store.plan["put"] = hanging
+        for number in range(40):
+            assert engine.store(keys(4, f"prompt {number}")) == 4
+        stats = engine.tiers[0]._tier.stats()
+        assert stats.shed > 0
+        quick(engine)
+        hanging.release()
+
+
+@LOCAL
+def test_local_stores_that_hang_are_shed_beyond_the_backlog(store: FaultyStore, hanging: Hanging) -> None:
+    with Driver([{**TIER, "backlog": 4 * 8192, "threads": 1}], rows=16) as engine:
+        store.plan["put"] = hanging
+        for number in range(6):
+            request = engine.arrive(keys(4, f"prompt {number}"))
+            written = engine.prepare_store(request)
+            assert written is not None, "rows are left"
+            engine.complete_store(request, written)
+            engine.step()
+        assert engine.tiers[0]._tier.stats().shed >= 16
+        hanging.release()
+        engine.settle()
+
+
+@LOCAL
+def test_a_read_stuck_in_the_kernel_keeps_its_rows_and_other_requests_go_on(
+    store: FaultyStore, hanging: Hanging
+) -> None:
+    with Driver([TIER], rows=16) as engine:
+        cold(engine)
+        store.plan["get"] = hanging
+        request = engine.arrive(PROMPT)
+        engine.until(lambda: engine.final(request) or hanging.waiting)
+        begin = time.monotonic()
+        busy(engine, lambda: time.monotonic() - begin > 0.6)
+        assert engine.final(request) is None, "its rows may be written to at any time: they are nobody else's"
+        quick(engine)
+        hanging.release()
+        assert engine.until(lambda: engine.final(request)) == [MISS], "too late to be believed"
+
+
+def test_a_reset_waits_for_a_network_no_longer_than_a_load_may(store: FaultyStore, hanging: Hanging) -> None:
+    with Driver([TIER], rows=16) as engine:
+        cold(engine)
+        store.plan.update(get=hanging, put=hanging)
+        request = engine.arrive(PROMPT)
+        engine.until(lambda: engine.final(request) or hanging.waiting)
+        engine.store(keys(2, "b"))
+        begin = time.monotonic()
+        engine.reset_cache()
+        assert time.monotonic() - begin < 1.0
+        hanging.release()
+
+
+@LOCAL
+def test_a_reset_waits_for_a_read_stuck_in_the_kernel_and_says_so(
+    store: FaultyStore, hanging: Hanging, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvstore.vllm.tier.PATIENCE", 0.1)
+    with Driver([TIER], rows=16) as engine:
+        cold(engine)
+        store.plan["get"] = hanging
+        request = engine.arrive(PROMPT)
+        engine.until(lambda: engine.final(request) or hanging.waiting)
+        threading.Timer(0.5, hanging.release).start()
+        begin = time.monotonic()
+        engine.reset_cache()
+        assert 0.3 < time.monotonic() - begin < 2.0
+        assert "waiting for transfers that hold primary memory" in caplog.text
+
+
+@pytest.mark.parametrize("verb", ["get", "put", "contains"])
+def test_shutdown_ends_within_its_bound_while_a_network_hangs(
+    verb: str, store: FaultyStore, hanging: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.vllm.tier.SHUTDOWN_TIMEOUT", 0.4)
+    with Driver([TIER], rows=16) as engine:
+        cold(engine)
+        store.plan[verb] = hanging
+        request = engine.arrive(PROMPT)
+        engine.until(lambda: engine.final(request) or hanging.waiting)
+        if verb == "put":
+            engine.store(keys(2, "b"))
+        begin = time.monotonic()
+        engine.shutdown()
+        assert time.monotonic() - begin < 1.0
+        assert not engine.leftovers, "primary memory was given back"
+        hanging.release()
+
+
+@LOCAL
+def test_shutdown_raises_while_a_local_read_holds_rows_and_their_memory_stays(
+    store: FaultyStore, hanging: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.vllm.tier.SHUTDOWN_TIMEOUT", 0.4)
+    with Driver([TIER], rows=16) as engine:
+        cold(engine)
+        store.plan["get"] = hanging
+        request = engine.arrive(PROMPT)
+        engine.until(lambda: engine.final(request) or hanging.waiting)
+        begin = time.monotonic()
+        with pytest.raises(ShutdownTimeout, match="must stay mapped"):
+            engine.shutdown()
+        assert time.monotonic() - begin < 1.0
+        assert engine.leftovers, "vLLM has kept its mapping"
+        hanging.release()
+        time.sleep(0.1)  # the read lands in memory that is still there
+        engine.shutdown()
+        assert not engine.leftovers
+
+
+@BOTH
+def test_a_backend_that_fails_at_everything_is_a_tier_without_blocks(store: FaultyStore) -> None:
+    with Driver([TIER], rows=8) as engine:
+        cold(engine)
+        store.plan.update(dict.fromkeys(("get", "put", "contains", "touch"), failing(RuntimeError("a bug"))))
+        assert engine.load(PROMPT) == 0
+        assert engine.store(PROMPT) == 6
+        assert engine.load(PROMPT) == 6, "from primary memory"
+
+
+def test_a_second_tier_serves_while_the_first_hangs(
+    store: FaultyStore, hanging: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores = iter([store, open_store("memory://well")])
+    monkeypatch.setattr("kvstore.tiering.secondary.open_store", lambda _url: next(stores))
+    with Driver([TIER, TIER], rows=16) as engine:
+        cold(engine)
+        store.plan.update(contains=hanging, get=hanging, put=hanging)
+        assert engine.load(PROMPT) == 6
+        hanging.release()
