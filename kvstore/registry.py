@@ -7,6 +7,7 @@ A package adds a scheme with an entry point in the group `kvstore.backends`, nam
 from __future__ import annotations
 
 import difflib
+import importlib
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +22,18 @@ __all__ = ["BUILTINS", "ENTRY_POINT_GROUP", "backend_class", "known_schemes", "o
 
 ENTRY_POINT_GROUP = "kvstore.backends"
 
+_OBJECTS = "kvstore_zarr.objects:ObjectZarrStore"
+
 BUILTINS: Mapping[str, str] = {
     "memory": "kvstore_memory:MemoryStore",
     "file": "kvstore_zarr:LocalZarrStore",
     "zarr+file": "kvstore_zarr:LocalZarrStore",
     "lmdb": "kvstore_lmdb:LMDBStore",
+    **dict.fromkeys(
+        ("s3", "s3a", "gs", "gcs", "az", "abfs", "sftp", "ssh", "smb", "webhdfs", "http", "https"), _OBJECTS
+    ),
 }
+"""What fsspec knows beyond these is served as `zarr+scheme://`, and so are chains of its protocols (`_of_fsspec`)."""
 
 
 def open_store(url: str | Mapping[str, Any] | TierURL, **options: Any) -> BlockStore:
@@ -43,7 +50,7 @@ def open_store(url: str | Mapping[str, Any] | TierURL, **options: Any) -> BlockS
 def backend_class(url: TierURL) -> type[BlockStore]:
     """The class that serves `url`'s scheme. Raises `UnknownSchemeError` or `MissingDependencyError`."""
     scheme = f"{url.format}+{url.scheme}" if url.format else url.scheme
-    candidates = _entries().get(scheme, [])
+    candidates = _entries().get(scheme) or _of_fsspec(url)
     if not candidates:
         raise UnknownSchemeError(_unknown(url, scheme))
     if len(candidates) > 1:
@@ -78,6 +85,16 @@ def _entries() -> dict[str, list[EntryPoint]]:
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         installed.setdefault(entry.name, {}).setdefault(entry.value, entry)
     return {scheme: list(claims.values()) for scheme, claims in installed.items()} | builtin
+
+
+def _of_fsspec(url: TierURL) -> list[EntryPoint]:
+    """Who serves `zarr+scheme://` and `protocol::scheme://`, where fsspec knows all of the protocols."""
+    protocols = url.scheme.split("::")
+    if url.format not in (None, "zarr") or (url.format is None and len(protocols) == 1):
+        return []
+    registry: Any = importlib.import_module("fsspec.registry")  # which has no types
+    known = set(registry.available_protocols()) >= set(protocols)
+    return [EntryPoint(url.scheme, _OBJECTS, ENTRY_POINT_GROUP)] if known else []
 
 
 def _origin(entry: EntryPoint) -> str:

@@ -31,7 +31,14 @@ if TYPE_CHECKING:
 
     from kvstore.layout import BlockLayout
 
-__all__ = ["METADATA_NAME", "NamespaceTree", "namespaces_in", "read_namespace"]
+__all__ = [
+    "METADATA_NAME",
+    "NamespaceTree",
+    "is_namespace_name",
+    "namespaces_in",
+    "parse_namespace",
+    "read_namespace",
+]
 
 METADATA_NAME = "zarr.json"
 _ATTRIBUTE = "kvstore"
@@ -54,6 +61,10 @@ class NamespaceTree:
         self._of_arrays = tuple(_dump(self._array_document(layout)) for layout in namespace.layouts)
         self._groups = tuple(f"{namespace.name}/g{group}" for group in range(len(namespace.layouts)))
 
+    def group_folder(self, group: int) -> str:
+        """The folder of a KV-cache group's arrays."""
+        return self._groups[group]
+
     def folder(self, key: BlockKey) -> str:
         """The array that holds `key`'s block."""
         return f"{self._groups[key.group]}/{self._words.folder(key.digest)}"
@@ -72,6 +83,16 @@ class NamespaceTree:
         if self.block(key) != f"{self._groups[group]}/{folder}/{name}":
             raise ValueError(f"{name} is not how a block's name is written")
         return key
+
+    def key_at(self, path: str) -> BlockKey | None:
+        """The key of the block whose file is `path`, relative to the store's root; None if that is no block's."""
+        parts = path.split("/")
+        if len(parts) != 4 or parts[0] != self.namespace.name or f"{parts[0]}/{parts[1]}" not in self._groups:
+            return None
+        try:
+            return self.key(int(parts[1][1:]), parts[2], parts[3])
+        except (ValueError, OverflowError):
+            return None
 
     def documents(self, key: BlockKey) -> dict[str, bytes]:
         """The `zarr.json` of every folder from the namespace's down to `key`'s, outermost first: path to text."""
@@ -121,35 +142,59 @@ class NamespaceTree:
 def read_namespace(folder: Path) -> Namespace | None:
     """The namespace whose blocks are below `folder`, from its manifest; None where that is no kvstore namespace.
 
+    Raises what `parse_namespace` raises.
+    """
+    place = str(folder / METADATA_NAME)
+    try:
+        data = _read(folder / METADATA_NAME)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise
+        _check_unreadable(folder.name, place, error)
+        return None
+    return parse_namespace(data, folder.name, place)
+
+
+def parse_namespace(data: bytes, name: str, place: str) -> Namespace | None:
+    """The namespace that the manifest `data` describes, found at `place` in a folder called `name`; None if it is none.
+
     Raises `NewerFormatError` for a manifest of a later format, and `NotAStoreError` for one that contradicts itself, or
     that cannot be read although the folder is named as a namespace is.
     """
     try:
-        facts = json.loads(_read(folder / METADATA_NAME))["attributes"][_ATTRIBUTE]
+        facts = json.loads(data)["attributes"][_ATTRIBUTE]
         version, fingerprint = facts["format"], facts["fingerprint"]
-    except (FileNotFoundError, NotADirectoryError):
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        _check_unreadable(name, place, error)
         return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-            raise
-        if _NAME.fullmatch(folder.name) is None:
-            return None
-        raise NotAStoreError(f"{folder / METADATA_NAME} is no manifest that can be read ({error!r})") from error
     if not isinstance(version, int) or version > FORMAT_VERSION:
         raise NewerFormatError(
-            f"{folder / METADATA_NAME} is of format {version}; this kvstore knows up to {FORMAT_VERSION}: upgrade"
-            " kvstore-tiers, or use another directory"
+            f"{place} is of format {version}; this kvstore knows up to {FORMAT_VERSION}: upgrade kvstore-tiers, or use"
+            " another location"
         )
     try:
         namespace = Namespace.from_manifest(facts["namespace"])
     except (KeyError, TypeError, ValueError) as error:
-        raise NotAStoreError(f"{folder / METADATA_NAME} does not describe a namespace: {error!r}") from error
-    if not fingerprint == namespace.name == folder.name:
+        raise NotAStoreError(f"{place} does not describe a namespace: {error!r}") from error
+    if not fingerprint == namespace.name == name:
         raise NotAStoreError(
-            f"{folder / METADATA_NAME} describes namespace {namespace.name}, in a folder named {folder.name}: it was"
-            " changed or renamed; move it away"
+            f"{place} describes namespace {namespace.name}, in a folder named {name}: it was changed or renamed; move"
+            " it away"
         )
     return namespace
+
+
+def is_namespace_name(name: str) -> bool:
+    """Whether a folder of that name can be a namespace's."""
+    return _NAME.fullmatch(name) is not None
+
+
+def _check_unreadable(name: str, place: str, error: Exception) -> None:
+    """What cannot be read is nobody's concern, unless it stands where a namespace's manifest does."""
+    if is_namespace_name(name):
+        raise NotAStoreError(f"{place} is no manifest that can be read ({error!r})") from error
 
 
 def namespaces_in(root: Path) -> tuple[list[NamespaceTree], dict[str, StoreOpenError]]:

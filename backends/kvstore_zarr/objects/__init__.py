@@ -1,0 +1,5 @@
+"""Blocks in object stores, and in every other file system that fsspec knows (`store`)."""
+
+from kvstore_zarr.objects.store import ObjectZarrStore
+
+__all__ = ["ObjectZarrStore"]

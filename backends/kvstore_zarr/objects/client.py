@@ -1,0 +1,206 @@
+"""What kvstore asks of an object store: seven verbs on whole objects, each of them bounded in time and counted.
+
+The classes below do the asking (`obstore_client`, `fsspec_client`); what is here is the same for all: the one layer of
+retries, and what an outcome means. Paths are relative to the tier's root and written with `/`.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+from kvstore_zarr.objects.faults import Kind, RequestFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from typing_extensions import Buffer
+
+__all__ = ["Listed", "ObjectClient", "Requests"]
+
+T = TypeVar("T")
+
+RETRIES = 2
+"""Attempts after the first one, for faults that pass and that came quickly."""
+FIRST_WAIT_S = 0.05
+"""Before the first retry; twice as long before the next. Half of it is left to chance."""
+SHARE_OF_AN_ATTEMPT = 0.75
+"""Of an operation's time. What is left is when further attempts may begin, so that no operation exceeds its time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One object of a listing: its path relative to the tier's root, its bytes, when it was written (epoch seconds)."""
+
+    path: str
+    size: int
+    modified: float
+
+
+class Requests:
+    """How many requests of each kind were sent, failed attempts included. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, kind: str) -> None:
+        """One more."""
+        with self._lock:
+            self._counts[kind] += 1
+
+    def snapshot(self) -> dict[str, int]:
+        """The counts so far: GET, PUT, HEAD, DELETE, LIST."""
+        with self._lock:
+            return dict(self._counts)
+
+
+class ObjectClient(ABC):
+    """Objects below one root, for the process that made it. Thread-safe; every verb blocks, at most `timeout` seconds.
+
+    Verbs raise `RequestFailed`, nothing else. A subclass overrides what begins with an underscore, raises whatever its
+    library does, says in `fault_of` what that means, and gives up an attempt after `attempt_timeout` seconds.
+    """
+
+    name: ClassVar[str]
+    """As the option `client` calls it."""
+    lists_in_pages: bool = True
+    """A listing costs one request per thousand objects, and may be left early."""
+    takes_new: bool = True
+    """`put` can be told not to overwrite. Whether the store listens, `documents` finds out."""
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.attempt_timeout = timeout * SHARE_OF_AN_ATTEMPT
+        self.requests = Requests()
+
+    def get(self, path: str, start: int = 0) -> Buffer | None:
+        """The object's bytes from offset `start` on, None where there is none. The buffer is the caller's to keep."""
+        return self._unless_missing("GET", lambda: self._get(path, start))
+
+    def put(self, path: str, parts: Sequence[NDArray[np.uint8]], *, new: bool) -> bool:
+        """Write the concatenation of `parts` in one step; nobody holds them afterwards.
+
+        `new`: only where nothing is, and False where something was. There are stores that overwrite all the same, and
+        stores that refuse (UNSUPPORTED): `documents` finds out which.
+        """
+        try:
+            self._ask("PUT", lambda: self._put(path, parts, new=new))
+        except RequestFailed as failed:
+            if failed.kind is Kind.EXISTS:
+                return False
+            raise
+        return True
+
+    def exists(self, path: str) -> bool:
+        """Whether there is an object."""
+        return self._unless_missing("HEAD", lambda: self._exists(path)) or False
+
+    def delete(self, path: str) -> None:
+        """Remove the object, if there is one."""
+        self._unless_missing("DELETE", lambda: self._delete(path))
+
+    def list(self, folder: str = "") -> Iterator[Sequence[Listed]]:
+        """Every object below `folder` (all of them without one), page by page, each page one request.
+
+        In the order of their paths as UTF-8, where `lists_in_pages`.
+        """
+        listing = _Listing(self._pages, folder, self.requests)
+        while page := self._unless_missing(None, listing.next_page):
+            yield page
+
+    def folders(self) -> Sequence[str]:
+        """The names of the folders directly below the root. The first request to a store, to see that there is one."""
+        return self._unless_missing("LIST", self._folders) or ()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of connections and threads. Nobody calls a verb any more."""
+
+    @abstractmethod
+    def fault_of(self, error: Exception) -> RequestFailed:
+        """What an exception of the library means."""
+
+    @abstractmethod
+    def _get(self, path: str, start: int) -> Buffer: ...
+
+    @abstractmethod
+    def _put(self, path: str, parts: Sequence[NDArray[np.uint8]], *, new: bool) -> None: ...
+
+    @abstractmethod
+    def _exists(self, path: str) -> bool: ...
+
+    @abstractmethod
+    def _delete(self, path: str) -> None: ...
+
+    @abstractmethod
+    def _pages(self, folder: str, after: str) -> Iterator[Sequence[Listed]]: ...
+
+    @abstractmethod
+    def _folders(self) -> Sequence[str]: ...
+
+    def _unless_missing(self, verb: str | None, call: Callable[[], T]) -> T | None:
+        try:
+            return self._ask(verb, call)
+        except RequestFailed as failed:
+            if failed.kind is Kind.MISSING:
+                return None
+            raise
+
+    def _ask(self, verb: str | None, call: Callable[[], T]) -> T:
+        """Make one request, and again where that may help: in all at most `timeout` seconds. `verb` is counted."""
+        began = time.monotonic()
+        attempts = 0
+        while True:
+            attempts += 1
+            if verb is not None:
+                self.requests.add(verb)
+            try:
+                return call()
+            except RequestFailed as failed:
+                fault = failed
+            except Exception as error:  # clients raise what they like
+                fault = self.fault_of(error)
+            pause = FIRST_WAIT_S * 2 ** (attempts - 1) * random.uniform(0.5, 1.0)
+            late = time.monotonic() - began + pause > self.timeout - self.attempt_timeout
+            if not fault.kind.passing or attempts > RETRIES or late:
+                raise fault
+            time.sleep(pause)
+
+
+class _Listing:
+    """One listing under way: a page that failed is asked for anew, after the last object that was seen."""
+
+    def __init__(
+        self, pages: Callable[[str, str], Iterator[Sequence[Listed]]], folder: str, requests: Requests
+    ) -> None:
+        self._open = pages
+        self._folder = folder
+        self._requests = requests
+        self._pages: Iterator[Sequence[Listed]] | None = None
+        self._last = ""
+
+    def next_page(self) -> Sequence[Listed] | None:
+        """None at the end, for which nothing more is asked: the page before said that it was the last."""
+        begins = self._pages is None
+        if self._pages is None:
+            self._pages = self._open(self._folder, self._last)
+        page: Sequence[Listed] | None = ()
+        try:
+            page = next(self._pages, None)
+        except BaseException:
+            self._pages = None
+            raise
+        finally:
+            if begins or page is not None:
+                self._requests.add("LIST")
+        if page:
+            self._last = page[-1].path
+        return page

@@ -1,0 +1,98 @@
+"""The `zarr.json` beside the blocks, written once by each process, before its first block in a folder.
+
+kvstore itself needs only a namespace's manifest; the others are for stock zarr readers. The first one written also
+tells whether the store honours a put that must not overwrite: what was just stored is put again, and has to be refused.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore_zarr.metadata import METADATA_NAME, parse_namespace
+from kvstore_zarr.objects.faults import Kind, RequestFailed
+from kvstore_zarr.objects.side import side_by_side
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+    from kvstore.namespace import Namespace
+    from kvstore.types import BlockKey
+    from kvstore_zarr.metadata import NamespaceTree
+    from kvstore_zarr.objects.client import ObjectClient
+
+__all__ = ["Documents"]
+
+BELIEVED_S = 600.0
+"""A document is looked after again: the rules of a bucket's lifecycle remove old objects, these as well."""
+
+
+class Documents:
+    """What one open store knows of the documents in its tier. Thread-safe."""
+
+    def __init__(self, client: ObjectClient) -> None:
+        self._client = client
+        self._lock = threading.Lock()
+        self._known: dict[str, float] = {}
+        self._refuses: bool | None = None if client.takes_new else False
+
+    @property
+    def refuses_to_overwrite(self) -> bool:
+        """Whether a put with `new` can be trusted; known once something was written."""
+        return self._refuses is True
+
+    def read(self, name: str) -> Namespace | None:
+        """The namespace whose folder is `name`; None where it has no manifest. Raises what `parse_namespace` raises."""
+        path = f"{name}/{METADATA_NAME}"
+        data = self._client.get(path)
+        return None if data is None else parse_namespace(bytes(data), name, path)
+
+    def write(self, tree: NamespaceTree, keys: Iterable[BlockKey]) -> None:
+        """See that the documents of the folders of `keys` are there. Raises `RequestFailed`, and what `read` raises."""
+        now = time.monotonic()
+        needed: dict[str, bytes] = {}
+        for key in keys:
+            needed |= tree.documents(key)
+        missing = {path: text for path, text in needed.items() if self._known.get(path, 0.0) <= now}
+        if not missing:
+            return
+        manifest = f"{tree.namespace.name}/{METADATA_NAME}"
+        with self._lock:  # the first one finds out what the store does, the others wait to know
+            text = missing.pop(manifest, None)
+            if text is not None and self._known.get(manifest, 0.0) <= now:
+                self._write_manifest(tree, manifest, text)
+        side_by_side(lambda path: self._put(path, missing[path]), list(missing))
+        self._known |= dict.fromkeys(missing, now + BELIEVED_S)
+
+    def _write_manifest(self, tree: NamespaceTree, path: str, text: bytes) -> None:
+        stored = self._put(path, text)
+        if stored and self._refuses is None:
+            self._refuses = not self._put(path, text)
+        elif not stored:
+            self.read(tree.namespace.name)  # of a later format, or damaged: not to be added to
+        self._known[path] = time.monotonic() + BELIEVED_S
+
+    def _put(self, path: str, text: bytes) -> bool:
+        """Whether it was not there yet."""
+        data = _array(text)
+        if self._refuses is not False:
+            try:
+                stored = self._client.put(path, [data], new=True)
+            except RequestFailed as failed:
+                if failed.kind is not Kind.UNSUPPORTED:
+                    raise
+                self._refuses = False
+            else:
+                if not stored:
+                    self._refuses = True
+                return stored
+        return not self._client.exists(path) and self._client.put(path, [data], new=False)
+
+
+def _array(text: bytes) -> NDArray[np.uint8]:
+    return np.frombuffer(text, np.uint8)

@@ -1,0 +1,129 @@
+"""S3 through s3fs, where obstore is not installed or cannot be used (a forked child): the same requests, one by one.
+
+s3fs by itself looks twice for what is not there, cuts reads into pieces, keeps listings and has two layers of retries;
+here each verb is one request, tried once, under kvstore's own retries.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, cast
+
+from kvstore.errors import InvalidOptionError, MissingDependencyError
+from kvstore_zarr.objects.client import Listed
+from kvstore_zarr.objects.fsspec_client import FsspecClient, joined
+from kvstore_zarr.objects.settings import S3Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from typing_extensions import Buffer
+
+    from kvstore.url import TierURL
+    from kvstore_zarr.objects.settings import Place
+
+__all__ = ["S3FsClient"]
+
+CONNECTIONS = 64
+_CHUNK = 2 << 30
+"""s3fs cuts what is twice as large."""
+
+
+class S3FsClient(FsspecClient):
+    """One bucket through s3fs."""
+
+    lists_in_pages = True
+
+    def _open(self, url: TierURL, place: Place) -> tuple[Any, str]:
+        try:
+            s3fs: Any = importlib.import_module("s3fs")
+        except ImportError as error:
+            raise MissingDependencyError(f"{url}: {error}: pip install s3fs (or obstore)") from None
+        settings = S3Settings.of(url, place)
+        rest: dict[str, Any] = dict(settings.rest)
+        client = {"region_name": settings.region, **rest.pop("client_kwargs", {})}
+        config = {
+            "connect_timeout": self.attempt_timeout / 2,
+            "read_timeout": self.attempt_timeout,
+            "max_pool_connections": CONNECTIONS,
+            "retries": {"total_max_attempts": 1},
+            "s3": {
+                "addressing_style": "path" if settings.path_style else "virtual",
+                "payload_signing_enabled": False,
+            },
+            "request_checksum_calculation": "when_required",  # some stores do not know the trailers that it sends
+            "response_checksum_validation": "when_required",
+            **rest.pop("config_kwargs", {}),
+        }
+        try:
+            filesystem: Any = s3fs.S3FileSystem(
+                anon=settings.anonymous,
+                key=settings.key,
+                secret=settings.secret,
+                token=settings.token,
+                endpoint_url=settings.endpoint,
+                client_kwargs=client,
+                config_kwargs=config,
+                profile=settings.profile,
+                use_listings_cache=False,
+                skip_instance_cache=True,
+                loop=self._own_loop.loop,
+                **rest,
+            )
+        except TypeError as error:
+            raise InvalidOptionError(f"{url}: storage_options: {error}") from None
+        filesystem.retries = 1
+        self._bucket = place.bucket
+        self._prefix = f"{place.prefix}/" if place.prefix else ""
+        return filesystem, place.root
+
+    def _disconnect(self) -> None:
+        client = getattr(self._fs, "_s3creator", None)
+        if client is not None:
+            self._fs.close_session(self._own_loop.loop, client)
+
+    def _ask_s3(self, method: str, **words: Any) -> Any:
+        return self.call("call_s3", method, Bucket=self._bucket, **words)
+
+    def _get(self, path: str, start: int) -> Buffer:
+        if start:
+            return cast("bytes", self.call("cat_file", self._at(path), start=start, end=None))
+        return cast("bytes", self.call("cat_file", self._at(path), max_concurrency=1))
+
+    def _put(self, path: str, parts: Sequence[NDArray[np.uint8]], *, new: bool) -> None:
+        mode = "create" if new else "overwrite"
+        self.call("pipe_file", self._at(path), joined(parts), chunksize=_CHUNK, mode=mode)
+
+    def _exists(self, path: str) -> bool:
+        self._ask_s3("head_object", Key=self._prefix + path)
+        return True
+
+    def _delete(self, path: str) -> None:
+        self._ask_s3("delete_object", Key=self._prefix + path)
+
+    def _pages(self, folder: str, after: str) -> Iterator[Sequence[Listed]]:
+        below = f"{self._prefix}{folder}/" if folder else self._prefix
+        words: dict[str, Any] = {"StartAfter": self._prefix + after} if after else {}
+        more = True
+        while more:
+            answer = self._ask_s3("list_objects_v2", Prefix=below, **words)
+            page = [
+                Listed(entry["Key"].removeprefix(self._prefix), int(entry["Size"]), entry["LastModified"].timestamp())
+                for entry in answer.get("Contents", ())
+            ]
+            more = bool(answer.get("IsTruncated"))
+            words = {"ContinuationToken": answer.get("NextContinuationToken")}
+            if page:
+                yield page
+
+    def _folders(self) -> Sequence[str]:
+        words: dict[str, Any] = {}
+        found: list[str] = []
+        while True:
+            answer = self._ask_s3("list_objects_v2", Prefix=self._prefix, Delimiter="/", **words)
+            found += [entry["Prefix"].rstrip("/").rpartition("/")[2] for entry in answer.get("CommonPrefixes", ())]
+            if not answer.get("IsTruncated"):
+                return found
+            words = {"ContinuationToken": answer.get("NextContinuationToken")}

@@ -1,0 +1,321 @@
+"""`s3://` and every other file system that fsspec knows: the blocks of `file://`, one object each.
+
+There is no catalogue: the bucket is the truth, any number of processes on any number of machines share it without
+coordination, and what one of them stored the others find. A block is put in one request that does not overwrite, read
+in one, checked like a file, and removed in one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from kvstore.abc import BlockStore, Capabilities
+from kvstore.errors import InvalidOptionError, StoreNotFoundError, StoreOpenError, TierUnavailable
+from kvstore.inuse import InUse
+from kvstore.layout import as_bytes
+from kvstore.types import BlockInfo, GetOutcome, PutOutcome, Usage
+from kvstore.url import READONLY, Option, TierURL
+from kvstore_zarr.format import BlockFacts
+from kvstore_zarr.metadata import METADATA_NAME, NamespaceTree, is_namespace_name
+from kvstore_zarr.objects.documents import Documents
+from kvstore_zarr.objects.faults import Kind, RequestFailed
+from kvstore_zarr.objects.lookup import Lookup
+from kvstore_zarr.objects.opening import connect
+from kvstore_zarr.objects.settings import LOOKUP_TTL, OPTIONS, Place
+from kvstore_zarr.objects.side import side_by_side
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from typing import TypeVar
+
+    from numpy.typing import NDArray
+    from typing_extensions import Buffer
+
+    from kvstore.namespace import Namespace
+    from kvstore.types import BlockKey, BlockRead, BlockWrite
+    from kvstore_zarr.objects.client import Listed
+
+    K = TypeVar("K")
+    R = TypeVar("R")
+
+__all__ = ["ObjectZarrStore"]
+
+_log = logging.getLogger("kvstore.objects")
+
+BATCH_BYTES = 1 << 20
+"""A block of usual size is a request, and the tier's threads make the requests side by side."""
+TRANSFERS = 8
+"""Blocks of one batch under way at a time, where it has several: small ones, mostly."""
+HEADS_AT_ONCE = 256
+"""Blocks whose facts a scan reads at a time."""
+
+
+class ObjectZarrStore(BlockStore):
+    """Blocks as zarr chunks in objects. `requests()` counts what was sent.
+
+    A delete in another process is seen by every get at once, by `contains_many` within `lookup_ttl`. `usage` and `scan`
+    list the bucket; a scan reads the end of every object as well.
+    """
+
+    options: ClassVar[tuple[Option[object], ...]] = OPTIONS
+
+    def __init__(self, url: TierURL) -> None:
+        super().__init__(url)
+        place = Place.of(url)
+        if place.is_readonly and url.raw_options.get(READONLY.name) is not None and not url.option(READONLY):
+            raise InvalidOptionError(f"{url}: over {place.scheme}:// nothing can be written: leave out readonly")
+        self._readonly = url.option(READONLY) or place.is_readonly
+        self._client, folders = connect(url, place)
+        self._documents = Documents(self._client)
+        self._lookup = Lookup(self._client, url.option(LOOKUP_TTL))
+        self._trees: dict[str, NamespaceTree] = {}
+        self._aside: dict[str, str] = {}
+        self._told: set[Kind] = set()
+        try:
+            self._check_contents(folders, listed=not place.is_readonly)
+        except BaseException:
+            self._client.close()
+            raise
+        in_memory = place.scheme == "memory"
+        self.capabilities = Capabilities(
+            persistent=not in_memory,
+            shared=not in_memory,
+            can_hang=True,
+            io="network",
+            batch_bytes=BATCH_BYTES,
+            notes=(f"client: {self._client.name}", *self._aside.values()),
+        )
+        self._use = InUse(url)
+
+    def requests(self) -> dict[str, int]:
+        """How many requests of each kind this store has sent: GET, PUT, HEAD, DELETE, LIST."""
+        return self._client.requests.snapshot()
+
+    def namespaces(self) -> list[Namespace]:
+        with self._use:
+            return [tree.namespace for tree in self._known_trees()]
+
+    def contains_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
+        with self._use:
+            _check(namespace, keys)
+            if namespace.name in self._aside:
+                return [False] * len(keys)
+            return self._lookup.present(self._tree(namespace), keys)
+
+    def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
+        with self._use:
+            checked = [(block, namespace.check_write(block)) for block in blocks]
+            if self._readonly or namespace.name in self._aside:
+                return [PutOutcome.FAILED] * len(blocks)
+            tree = self._tree(namespace)
+            refused = self._write_documents(tree, [block.key for block in blocks])
+            if refused is not None:
+                return [refused] * len(blocks)
+            first: dict[BlockKey, tuple[BlockWrite, NDArray[np.uint8]]] = {}
+            for block, data in checked:
+                first.setdefault(block.key, (block, data))
+            outcomes = self._each(lambda key: self._put(tree, *first[key]), list(first))
+        return [
+            PutOutcome.EXISTS
+            if first[block.key][0] is not block and outcomes[block.key].present
+            else outcomes[block.key]
+            for block in blocks
+        ]
+
+    def get_many_into(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
+        with self._use:
+            checked = [(block.key, namespace.check_buffer(block.key, block.into, writable=True)) for block in blocks]
+            if namespace.name in self._aside:
+                return [GetOutcome.MISS] * len(blocks)
+            tree = self._tree(namespace)
+            return side_by_side(lambda read: self._get(tree, *read), checked, TRANSFERS)
+
+    def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
+        with self._use:
+            _check(namespace, keys)
+            if self._readonly or namespace.name in self._aside:
+                return [False] * len(keys)
+            tree = self._tree(namespace)
+            removed = self._each(lambda key: self._delete(tree.block(key)), list(dict.fromkeys(keys)))
+        return [removed.pop(key, False) for key in keys]
+
+    def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
+        with self._use:
+            pages = () if namespace.name in self._aside else self._client.list(namespace.name)
+        tree = self._tree(namespace)
+        entries = ((entry, key) for page in pages for entry in page if (key := tree.key_at(entry.path)) is not None)
+        return self._facts(tree, entries)
+
+    def usage(self) -> Usage:
+        with self._use:
+            blocks = used = overhead = 0
+            for tree in self._known_trees():
+                for entry in itertools.chain.from_iterable(self._client.list(tree.namespace.name)):
+                    if tree.key_at(entry.path) is not None:
+                        blocks, used = blocks + 1, used + entry.size
+                    elif entry.path.endswith(METADATA_NAME):
+                        overhead += entry.size
+        return Usage(blocks, used, overhead=overhead)
+
+    def close(self) -> None:
+        if self._use.end():
+            self._client.close()
+
+    # Namespaces
+
+    def _check_contents(self, folders: Sequence[str], *, listed: bool) -> None:
+        """Read the manifests, and set aside what is of no use. Raises a `StoreOpenError` where nothing else is."""
+        names = [name for name in folders if is_namespace_name(name)]
+        if self._readonly and listed and not names:
+            raise StoreNotFoundError(f"{self.url}: nothing is stored there, and a read-only opening creates nothing")
+        trees = [tree for tree in side_by_side(self._read_tree, names) if tree is not None]
+        if self._aside and not trees:
+            raise StoreOpenError("; ".join(self._aside.values()))
+
+    def _known_trees(self) -> list[NamespaceTree]:
+        names = [name for name in self._client.folders() if is_namespace_name(name) and name not in self._aside]
+        return [tree for tree in side_by_side(self._read_tree, names) if tree is not None]
+
+    def _read_tree(self, name: str) -> NamespaceTree | None:
+        tree = self._trees.get(name)
+        if tree is not None:
+            return tree
+        try:
+            namespace = self._documents.read(name)
+        except RequestFailed:
+            raise
+        except StoreOpenError as error:
+            self._set_aside(name, error)
+            return None
+        return None if namespace is None else self._tree(namespace)
+
+    def _tree(self, namespace: Namespace) -> NamespaceTree:
+        tree = self._trees.get(namespace.name)
+        if tree is None:
+            tree = self._trees.setdefault(namespace.name, NamespaceTree(namespace))
+        return tree
+
+    def _set_aside(self, name: str, error: StoreOpenError) -> None:
+        self._aside[name] = f"namespace {name} is set aside, and what is in it is left alone: {error}"
+        _log.warning("%s: %s", self.url, self._aside[name])
+
+    # One block
+
+    def _write_documents(self, tree: NamespaceTree, keys: Sequence[BlockKey]) -> PutOutcome | None:
+        """None, or what became of the blocks whose documents cannot be written."""
+        try:
+            self._documents.write(tree, keys)
+        except RequestFailed as failed:
+            return self._refused(failed)
+        except StoreOpenError as error:
+            self._set_aside(tree.namespace.name, error)
+            return PutOutcome.FAILED
+        return None
+
+    def _put(self, tree: NamespaceTree, block: BlockWrite, data: NDArray[np.uint8]) -> PutOutcome:
+        path, frame = tree.block(block.key), tree.frames[block.key.group]
+        refuses = self._documents.refuses_to_overwrite
+        closing = np.empty(frame.closing, np.uint8)
+        facts = BlockFacts(
+            fingerprint=tree.namespace.fingerprint,
+            key=block.key,
+            payload_bytes=frame.payload_bytes,
+            generation=0,  # numbered in tiers with a catalogue
+            created=time.time_ns(),
+            position=block.position,
+            parent=block.parent,
+        )
+        frame.seal(closing, data, facts)
+        parts = [data[: frame.whole], closing] if frame.whole else [closing]
+        try:
+            if (not refuses or self._lookup.believes(path)) and self._client.exists(path):
+                outcome = PutOutcome.EXISTS
+            else:
+                stored = self._client.put(path, parts, new=refuses)
+                outcome = PutOutcome.STORED if stored else PutOutcome.EXISTS
+        except RequestFailed as failed:
+            return self._refused(failed)
+        self._lookup.remember([path])
+        return outcome
+
+    def _refused(self, failed: RequestFailed) -> PutOutcome:
+        """What a store that does answer says of one put; raises what says nothing of the block."""
+        if failed.kind not in (Kind.FULL, Kind.DENIED, Kind.REFUSED, Kind.UNSUPPORTED):
+            raise TierUnavailable(f"{self.url}: {failed}") from failed
+        if failed.kind not in self._told:
+            self._told.add(failed.kind)
+            _log.warning("%s: a block cannot be stored, and this is said once: %s", self.url, failed)
+        return PutOutcome.FULL if failed.kind is Kind.FULL else PutOutcome.FAILED
+
+    def _get(self, tree: NamespaceTree, key: BlockKey, into: NDArray[np.uint8]) -> GetOutcome:
+        path = tree.block(key)
+        data = self._client.get(path)
+        if data is not None and not _is_intact(tree, key, data, into):
+            data = self._client.get(path)  # once more: it may have been damaged on its way, and be whole where it is
+            if data is not None and not _is_intact(tree, key, data, into):
+                self._lookup.forget(path)
+                if not self._readonly:
+                    self._client.delete(path)
+                return GetOutcome.CORRUPT
+        if data is None:
+            self._lookup.forget(path)
+            return GetOutcome.MISS
+        self._lookup.remember([path])
+        return GetOutcome.HIT
+
+    def _delete(self, path: str) -> bool:
+        self._lookup.forget(path)
+        there = self._client.exists(path)
+        if there:
+            self._client.delete(path)
+        return there
+
+    def _facts(self, tree: NamespaceTree, entries: Iterator[tuple[Listed, BlockKey]]) -> Iterator[BlockInfo]:
+        def read(found: tuple[Listed, BlockKey]) -> BlockInfo | None:
+            entry, key = found
+            data = self._client.get(entry.path, tree.frames[key.group].whole)
+            return None if data is None else _info(tree, entry, key, data)
+
+        while True:
+            with self._use:
+                batch = list(itertools.islice(entries, HEADS_AT_ONCE))
+                infos = side_by_side(read, batch)
+            if not batch:
+                return
+            yield from (info for info in infos if info is not None)
+
+    def _each(self, call: Callable[[K], R], keys: Sequence[K]) -> dict[K, R]:
+        return dict(zip(keys, side_by_side(call, keys, TRANSFERS), strict=True))
+
+
+def _check(namespace: Namespace, keys: Sequence[BlockKey]) -> None:
+    for key in keys:
+        namespace.check_key(key)
+
+
+def _is_intact(tree: NamespaceTree, key: BlockKey, data: Buffer, into: NDArray[np.uint8]) -> bool:
+    """Copy the payload into the caller's buffer, and hold everything against what was asked for."""
+    frame, whole = tree.frames[key.group], as_bytes(data)
+    if whole.nbytes != frame.file_bytes:
+        return False
+    closing = whole[frame.whole :]
+    facts = frame.facts(closing)
+    if facts is None or facts.key != key or facts.fingerprint != tree.namespace.fingerprint:
+        return False
+    np.copyto(into, whole[: frame.payload_bytes])
+    return frame.payload_is_intact(closing, into)
+
+
+def _info(tree: NamespaceTree, entry: Listed, key: BlockKey, data: Buffer) -> BlockInfo:
+    """What the end of the block says of it; of a damaged one, what the listing says."""
+    frame, closing = tree.frames[key.group], as_bytes(data)
+    facts = frame.facts(closing) if closing.nbytes == frame.closing else None
+    if facts is None or facts.key != key:
+        return BlockInfo(key, entry.size, entry.modified, entry.modified)
+    made = facts.created / 1e9
+    return BlockInfo(key, entry.size, made, made, position=facts.position, parent=facts.parent)
