@@ -38,8 +38,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "full": ("full_blocks", "Blocks not stored for want of room in the tier."),
     "failed_calls": ("failed_calls", "Calls that the tier's backend ended with an error."),
     "overdue_calls": ("overdue_calls", "Calls given up after their time-out."),
-    "marked": ("marked_blocks", "Blocks that were given a request's label, pin or tenant, or had it already."),
-    "pins_refused": ("refused_pins", "Blocks not pinned because no more of the capacity may be."),
+    "pins_refused": ("refused_pins", "Pins refused because no more of the capacity may be pinned."),
     "refused_params": ("refused_params", "Requests whose kv_transfer_params for the tier cannot be understood."),
 }
 """Fields of `TierStats`, and `refused_params`: the metric's name and its documentation."""
