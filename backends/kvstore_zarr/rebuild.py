@@ -20,7 +20,7 @@ from kvstore_zarr.removal import erase
 from kvstore_zarr.tier import DRAFTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from kvstore.catalog import Change
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvstore_zarr.metadata import NamespaceTree
     from kvstore_zarr.tier import LocalTier
 
-__all__ = ["rebuild"]
+__all__ = ["block_files", "publish", "read_entry", "rebuild"]
 
 ENTRIES_AT_ONCE = 4096
 """Entries published per transaction."""
@@ -49,19 +49,21 @@ def rebuild(tier: LocalTier) -> None:
         for entry in _entries(tier.root, tree):
             batch.append(replace(entry, marks=marks.get(entry.address, ())))
             if len(batch) == ENTRIES_AT_ONCE:
-                _publish(tier, batch)
+                publish(tier, batch)
                 batch = []
-        _publish(tier, batch)
+        publish(tier, batch)
     measured = tier.folders.measure_all()
     with tier.catalog.write() as change:
         tier.folders.record(change.txn, measured)
         tier.account(change)
 
 
-def _publish(tier: LocalTier, entries: list[Entry]) -> None:
+def publish(tier: LocalTier, entries: Sequence[Entry]) -> int:
+    """Record blocks that are in place already; how many were not known."""
     with tier.catalog.write() as change:
-        change.publish(entries)
+        new = sum(change.publish(entries))
         _skip_generations(change, max((entry.generation for entry in entries), default=0))
+    return new
 
 
 def _skip_generations(change: Change, last: int) -> None:
@@ -72,22 +74,28 @@ def _skip_generations(change: Change, last: int) -> None:
 
 
 def _entries(root: Path, tree: NamespaceTree) -> Iterator[Entry]:
+    for key, path in block_files(root, tree):
+        entry = read_entry(tree, key, path)
+        if entry is None:
+            erase(path)
+        else:
+            yield entry
+
+
+def block_files(root: Path, tree: NamespaceTree) -> Iterator[tuple[BlockKey, str]]:
+    """The keys and paths of all files that have the name of a block."""
     for group in range(len(tree.frames)):
-        array = root / tree.namespace.name / f"g{group}"
+        array = root / tree.group_folder(group)
         for folder in sorted(array.iterdir()) if array.is_dir() else ():
             for file in os.scandir(folder) if folder.is_dir() else ():
                 try:
-                    key = tree.key(group, folder.name, file.name)
+                    yield tree.key(group, folder.name, file.name), file.path
                 except (ValueError, OverflowError):
                     continue
-                entry = _read_entry(tree, key, file.path)
-                if entry is None:
-                    erase(file.path)
-                else:
-                    yield entry
 
 
-def _read_entry(tree: NamespaceTree, key: BlockKey, path: str) -> Entry | None:
+def read_entry(tree: NamespaceTree, key: BlockKey, path: str) -> Entry | None:
+    """What the file says of its block; None if it cannot be a whole block of that key."""
     frame = tree.frames[key.group]
     try:
         fd = open_file(path, os.O_RDONLY)

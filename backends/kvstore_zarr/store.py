@@ -15,7 +15,7 @@ import lmdb
 
 from kvstore.abc import BlockStore, Capabilities
 from kvstore.catalog import address_of
-from kvstore.errors import StoreClosedError, TierUnavailable
+from kvstore.errors import StoreAccessError, StoreClosedError, TierUnavailable
 from kvstore.marks import MarkOutcome
 from kvstore.types import GetOutcome, PutOutcome, Usage
 from kvstore.url import CAPACITY, DURABILITY, IO, MODE, READONLY, Option, TierURL
@@ -23,6 +23,7 @@ from kvstore_zarr.format import PAGE
 from kvstore_zarr.get import get_blocks
 from kvstore_zarr.opening import close_tier, open_tier
 from kvstore_zarr.put import put_blocks
+from kvstore_zarr.reindex import reindex
 from kvstore_zarr.removal import remove
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from kvstore.marks import Mark
     from kvstore.namespace import Namespace
     from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite
+    from kvstore_zarr.reindex import Reindexed
     from kvstore_zarr.tier import LocalTier
 
 __all__ = ["LocalZarrStore"]
@@ -139,6 +141,17 @@ class LocalZarrStore(BlockStore):
             if tier.readonly or tier.is_aside(namespace.fingerprint):
                 return [False] * len(addresses)
             return tier.catalog.unmark(addresses, mark)
+
+    def reindex(self) -> Reindexed:
+        """Make the catalogue know blocks whose files came another way, as a copy, and forget those that are gone.
+
+        May run while the tier is in use, here and elsewhere. Under a capacity the oldest blocks are evicted then, as
+        ever. Raises `StoreAccessError` when the store is read-only.
+        """
+        if self._tier.readonly:
+            raise StoreAccessError(f"{self.url}: a tier that was opened read-only cannot be reindexed")
+        with self._using() as tier:
+            return reindex(tier)
 
     def close(self) -> None:
         if self._pid != os.getpid():

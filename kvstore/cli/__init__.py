@@ -40,6 +40,7 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
     "stat": ("kvstore.cli.stat:stat", "What is in a tier: namespaces, blocks, bytes, ages, how full it is."),
     "ls": ("kvstore.cli.ls:ls", "List a tier's namespaces, or the blocks of some of them."),
     "verify": ("kvstore.cli.verify:verify", "Read every block of a tier through its checks."),
+    "reindex": ("kvstore.cli.reindex:reindex", "Make a local tier know the blocks that were copied into it."),
     "doctor": ("kvstore.cli.doctor:doctor", "What a tier needs at its place, and whether it is there."),
     "bench": ("kvstore.cli.bench:bench", "How fast a tier is, beside the bare device, in one run."),
 }

@@ -1,0 +1,103 @@
+"""Blocks that came by a plain copy of a tree are known after `kvstore reindex`, and what went is forgotten."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+from click.testing import CliRunner
+
+from kvstore import open_store
+from kvstore.cli import cli
+from kvstore.errors import StoreAccessError
+from kvstore.testing.supply import MIB, SPACE, get, held, keys, writes
+from kvstore.types import GetOutcome, PutOutcome
+from kvstore_zarr import LocalZarrStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvstore import BlockStore
+    from kvstore_zarr.reindex import Reindexed
+
+HIT, MISS = GetOutcome.HIT, GetOutcome.MISS
+
+
+def reindex(store: BlockStore) -> Reindexed:
+    assert isinstance(store, LocalZarrStore)
+    return store.reindex()
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> str:
+    """A tier with block 9 of its own, into whose folder the tree of another with blocks 0 to 4 was copied."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    with open_store(f"file://{there}") as store:
+        store.put_many(SPACE, writes(range(5)))
+    with open_store(f"file://{here}") as store:
+        store.put_many(SPACE, writes([9]))
+    shutil.copytree(there / SPACE.name, here / SPACE.name, dirs_exist_ok=True)
+    return f"file://{here}"
+
+
+def test_copied_blocks_are_hits_afterwards_and_count(copied: str) -> None:
+    with open_store(copied) as store:
+        assert store.contains_many(SPACE, keys([0, 9])) == [False, True]
+        found = reindex(store)
+        assert (found.added, found.removed, found.unreadable) == (5, 0, 0)
+        assert get(store, [*range(5), 9]) == [HIT] * 6
+        assert store.usage().blocks == 6
+        assert store.usage().used == sum(info.stored_bytes for info in store.scan(SPACE))
+        assert store.put_many(SPACE, writes([4, 5])) == [PutOutcome.EXISTS, PutOutcome.STORED]
+
+
+def test_what_was_removed_behind_the_tiers_back_is_forgotten(copied: str, tmp_path: Path) -> None:
+    with open_store(copied) as store:
+        reindex(store)
+        gone = next(iter((tmp_path / "here" / SPACE.name).rglob("*.0")))
+        gone.unlink()
+        assert reindex(store).removed == 1
+        assert store.usage().blocks == len(held(store)) == 5
+
+
+def test_what_is_no_block_is_left_where_it_is(copied: str, tmp_path: Path) -> None:
+    other = next(iter((tmp_path / "there" / SPACE.name).rglob("*.0")))
+    place = tmp_path / "here" / other.relative_to(tmp_path / "there")
+    place.write_bytes(other.read_bytes()[:4096])
+    with open_store(copied) as store:
+        found = reindex(store)
+        assert (found.added, found.unreadable) == (4, 1)
+        assert place.stat().st_size == 4096
+
+
+def test_a_copy_over_the_capacity_is_evicted_down_to_it(tmp_path: Path) -> None:
+    with open_store(f"file://{tmp_path}/there") as store:
+        store.put_many(SPACE, writes(range(100)))
+    url = f"file://{tmp_path}/here"
+    with open_store(url, capacity=4 * MIB) as store:
+        store.put_many(SPACE, writes([200]))
+        shutil.copytree(tmp_path / "there" / SPACE.name, tmp_path / "here" / SPACE.name, dirs_exist_ok=True)
+        assert reindex(store).added == 100
+        usage = store.usage()
+        assert usage.used + usage.reserved + usage.overhead <= 4 * MIB
+        assert get(store, [200]) == [HIT]  # the youngest
+
+
+def test_a_read_only_tier_is_not_reindexed(copied: str) -> None:
+    with open_store(copied, readonly=True) as store, pytest.raises(StoreAccessError, match="read-only"):
+        reindex(store)
+
+
+def test_the_command_says_what_it_found(copied: str) -> None:
+    done = CliRunner().invoke(cli, ["reindex", copied, "--json"])
+    assert json.loads(done.stdout) == {"url": copied, "added": 5, "removed": 0, "unreadable": 0}
+    with open_store(copied) as store:
+        assert get(store, range(5)) == [HIT] * 5
+
+
+def test_a_store_without_a_catalogue_has_nothing_to_reindex() -> None:
+    done = CliRunner().invoke(cli, ["reindex", "memory://nothing"])
+    assert done.exit_code != 0
+    assert "nothing there needs to be reindexed" in str(done.exception or done.output)
