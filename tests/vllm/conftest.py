@@ -22,9 +22,7 @@ def _vllm_is_here() -> bool:
 VLLM = _vllm_is_here()
 
 if VLLM:
-    os.environ.setdefault(
-        "VLLM_TARGET_DEVICE", "cpu"
-    )  # a wheel for GPUs finds no device here, and then has no platform
+    os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")  # a wheel for GPUs finds no device here, hence no platform
     with warnings.catch_warnings():  # theirs, while they are imported; what they warn of later is an error as usual
         warnings.simplefilter("ignore")
         import vllm.v1.kv_offload.tiering.manager
