@@ -1,12 +1,16 @@
 """kvstore behind vLLM's real tiering manager, beside vLLM's own `fs` tier: stores and cold loads of 64 blocks of 2 MiB.
 
     python benchmarks/vllm_tier.py [--json] [--rounds N] [--folder DIR] [--tier fs|file|lmdb|URL …] [--requests N …]
+    python benchmarks/vllm_tier.py --hang [--json]
 
 Runs in an environment that has vLLM (`make test-vllm` makes one). The tiers take turns in one process, the loop that
 drives the manager is the same for all of them, medians count. A store is timed from the first `complete_store` until
 the manager has nothing under way; a load from the first `lookup` of a fresh manager until every block is a HIT in
 primary memory, with the page cache dropped where that is permitted. Every byte is compared, outside of what is timed.
 `--requests`: over how many requests the blocks are spread, and with that over how many of vLLM's jobs.
+
+`--hang`: what the manager's calls take of the scheduler's time while every call of the backend hangs, on a network and
+in the kernel; other requests come and go. The promise: p99 <= 200 µs.
 """
 
 from __future__ import annotations
@@ -24,11 +28,15 @@ import warnings
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 warnings.simplefilter("ignore")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "vllm"))
 
 from driver import Driver, keys  # noqa: E402 - a test's helper, found by the line above
+
+from kvstore import open_store  # noqa: E402
+from kvstore.testing.faults import FaultyStore, Hanging  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -111,6 +119,39 @@ def measure(tier: str, folder: Path, requests: int) -> dict[str, float]:
     return {"store": MIB / stored, "load": MIB / loaded, "call_p99_us": slow[int(len(slow) * 0.99)] * 1e6}
 
 
+def while_it_hangs(can_hang: bool) -> dict[str, Any]:
+    """Calls of the manager behind a store of which no call returns."""
+    store = FaultyStore(open_store("memory://hang"), can_hang=can_hang)
+    hanging = Hanging()
+    with mock.patch("kvstore.tiering.secondary.open_store", return_value=store):
+        engine = Driver([configuration("memory://hang", Path())], rows=32, row_bytes=64 * 1024)
+    with engine:
+        cold = keys(8)
+        engine.store(cold)
+        engine.evict_all()
+        store.plan["get"] = hanging
+        stuck = engine.arrive(cold)
+        engine.until(lambda: engine.final(stuck) or hanging.waiting)
+        store.plan.update(put=hanging, contains=hanging)
+        engine.calls.clear()
+        for number in range(500):
+            request = engine.arrive(keys(4, f"prompt {number % 16}"))
+            written = engine.prepare_store(request)
+            engine.step()
+            engine.complete_store(request, written or [])
+            engine.lookup(request)
+            engine.finish(request)
+        slow = engine.slow_calls()
+        hanging.release()
+    return {
+        "hangs": "on a network" if can_hang else "in the kernel",
+        "calls": len(slow),
+        "p50_us": round(slow[len(slow) // 2] * 1e6, 1),
+        "p99_us": round(slow[int(len(slow) * 0.99)] * 1e6, 1),
+        "max_us": round(slow[-1] * 1e6, 1),
+    }
+
+
 def table(results: dict[tuple[str, int], dict[str, list[float]]]) -> list[dict[str, Any]]:
     """Medians, and what they are of the `fs` tier's in the same run."""
     rows: list[dict[str, Any]] = []
@@ -134,9 +175,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, action="append", help="default: 1 and 8")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", help="where the tiers are made, and removed; default: a temporary folder")
+    parser.add_argument("--hang", action="store_true", help="calls while the backend hangs, and nothing else")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
+    if given.hang:
+        for row in (while_it_hangs(True), while_it_hangs(False)):
+            print(json.dumps(row) if given.json else "   ".join(f"{name} {value}" for name, value in row.items()))
+        return 0
     results: dict[tuple[str, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for _ in range(given.rounds):
         for requests in given.requests or [1, 8]:
