@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 from kvstore.errors import ShutdownTimeout
 from kvstore.testing.faults import FaultyStore
 from kvstore.tiering import TieringManager
+from kvstore.tiering.breaker import BreakerState
 
 BLOCK = 8192
 SPACE = Namespace("model", "revision-1", (BlockLayout.opaque(BLOCK),), block_tokens=16)
@@ -102,6 +103,11 @@ def managed(*tiers: Any, space: Namespace = SPACE, **options: Any) -> Iterator[T
     finally:
         with contextlib.suppress(ShutdownTimeout):  # of a test that failed already
             manager.close(timeout=0.1)
+
+
+def all_closed(manager: TieringManager) -> bool:
+    """No tier is left alone by its breaker."""
+    return all(tier.breaker is BreakerState.CLOSED for tier in manager.stats().tiers)
 
 
 def check(manager: TieringManager) -> None:

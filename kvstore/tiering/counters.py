@@ -7,6 +7,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+from kvstore.tiering.breaker import BreakerState
+
 __all__ = ["Counters", "TierStats"]
 
 log = logging.getLogger(__name__)
@@ -28,7 +30,7 @@ class TierStats:
     full: int = 0
     """Stores refused for want of room."""
     shed: int = 0
-    """Stores dropped because the tier fell behind, or was closed before it came to them."""
+    """Stores dropped because the tier fell behind, is left alone, or was closed before it came to them."""
     corrupt: int = 0
     failed_loads: int = 0
     """Blocks that a lookup had promised and a load did not deliver, damaged and overdue ones included."""
@@ -51,6 +53,10 @@ class TierStats:
     """Stores accepted and not finished, at this moment."""
     staging_bytes: int = 0
     """Staging memory that calls have, at this moment; those that were given up included."""
+    breaker: BreakerState = BreakerState.CLOSED
+    """At this moment. Unless it is closed, the tier leaves its store alone (`kvstore.tiering.breaker`)."""
+    trips: int = 0
+    """How often the breaker opened."""
 
 
 class Counters:
@@ -82,6 +88,6 @@ class Counters:
             self._told.add(kind)
             log.warning(f"%s: {message} (said once; see the counters)", self._url, *values)
 
-    def stats(self, *, backlog_bytes: int, staging_bytes: int) -> TierStats:
-        """All of them, at this moment."""
-        return TierStats(self._url, **self._counts, backlog_bytes=backlog_bytes, staging_bytes=staging_bytes)
+    def stats(self, **state: Any) -> TierStats:
+        """All of them, and the `state` of this moment, by its names in `TierStats`."""
+        return TierStats(self._url, **self._counts, **state)

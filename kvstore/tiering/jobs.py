@@ -124,6 +124,8 @@ class Load(Transfer):
 
     urgent = True
     outcomes: Sequence[GetOutcome] = ()
+    hangs = False
+    """Its call is under way for longer than it may be."""
 
     def work(self) -> None:
         self.read([BlockRead(slot.key, slot.view.data) for slot in self.slots])

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from kvstore.abc import BlockStore
     from kvstore.namespace import Namespace
+    from kvstore.tiering.breaker import Breaker
     from kvstore.tiering.counters import Counters
     from kvstore.types import BlockKey
 
@@ -25,11 +26,14 @@ class Questions:
     The lookups have a thread of their own, so that they wait for no transfer.
     """
 
-    def __init__(self, store: BlockStore, namespace: Namespace, timeout: float, counters: Counters) -> None:
+    def __init__(
+        self, store: BlockStore, namespace: Namespace, timeout: float, counters: Counters, breaker: Breaker
+    ) -> None:
         self._store = store
         self._namespace = namespace
         self._timeout = timeout
         self._counters = counters
+        self._breaker = breaker
         self._thread: TransferPool[Lookup] = TransferPool(1, f"kvstore-{store.url.scheme}-lookup")
         self._noted: dict[BlockKey, None] = {}
         self._asking: Lookup | None = None
@@ -63,11 +67,13 @@ class Questions:
             if lookup.error is not None:
                 self._counters.failed("lookup", lookup.error)
             if not lookup.given_up:
+                self._breaker.heard(lookup.error)
                 answers += self._answered(lookup.keys, lookup.found or [False] * len(lookup.keys))
         asking = self._asking
         if asking is not None and not asking.given_up and time.monotonic() - asking.made > self._timeout:
             asking.given_up = True
             self._counters.overdue("lookup", self._timeout)
+            self._breaker.timed_out("lookup", self._timeout)
             answers += self._answered(asking.keys, [False] * len(asking.keys))
         return answers
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.abc import BlockStore
 from kvstore.registry import open_store
+from kvstore.tiering.breaker import PAUSE, Breaker, Probe
 from kvstore.tiering.counters import Counters, TierStats
 from kvstore.tiering.hints import Hints
 from kvstore.tiering.jobs import CopyOut, Load, StagedLoad, StagedStore, Store, TierJob, Transfer
@@ -87,6 +88,7 @@ class SecondaryTier:
       (default: `LOAD_TIMEOUT`, or `NETWORK_LOAD_TIMEOUT` where a call can hang on a network).
     - `staging_bytes`: memory for the calls of a store that can hang on a network (default: 256 MiB, or 8 blocks if that
       is more); a quarter of it is kept for loads. Others need none.
+    - `pause`: seconds for which a store that fails or hangs is left alone before it is tried again (see `breaker.py`).
 
     Raises a `ConfigurationError` or a `StoreOpenError` when the URL cannot be opened, `ValueError` for staging of less
     than two blocks, and nothing ever after.
@@ -103,6 +105,7 @@ class SecondaryTier:
         lookup_timeout: float = 1.0,
         load_timeout: float | None = None,
         staging_bytes: int | None = None,
+        pause: float = PAUSE,
     ) -> None:
         self._owned = not isinstance(tier, BlockStore)
         self._store = tier if isinstance(tier, BlockStore) else open_store(tier)
@@ -113,9 +116,11 @@ class SecondaryTier:
         self._load_timeout = load_timeout or (NETWORK_LOAD_TIMEOUT if can_hang else LOAD_TIMEOUT)
         self._staging = self._made_staging(staging_bytes)
         self._counters = Counters(self.url)
+        self._breaker = Breaker(self.url, pause)
+        self._probe: Probe | None = None
         threads = threads or default_threads()
         self._transfers: TransferPool[TierJob] = TransferPool(threads, f"kvstore-{self._store.url.scheme}")
-        self._questions = Questions(self._store, namespace, lookup_timeout, self._counters)
+        self._questions = Questions(self._store, namespace, lookup_timeout, self._counters, self._breaker)
         self._to_load: list[Slot] = []
         self._to_store: list[Slot] = []
         self._hints = Hints(self._store, namespace, self._counters)
@@ -149,9 +154,10 @@ class SecondaryTier:
 
     def store(self, slot: Slot) -> bool:
         """Write the slot's block. True lends the caller's pin to the transfer; False: shed, the tier is behind."""
-        if self.behind or self._closed:
+        if self.behind or self._closed or self._breaker.refuses:
             self._counters.add(shed=1)
-            self._counters.tell("behind", "stores are dropped; %d bytes wait to be written", self._backlog)
+            if self.behind:
+                self._counters.tell("behind", "stores are dropped; %d bytes wait to be written", self._backlog)
             return False
         self._backlog += slot.view.nbytes
         self._to_store.append(slot)
@@ -191,9 +197,13 @@ class SecondaryTier:
     # The two ends of the transfer threads, once per step each.
 
     def submit(self) -> None:
-        """Hand what was noted to the transfer threads, in batches."""
-        if not self._stuck:
-            self._questions.submit()
+        """Hand what was noted to the transfer threads, in batches; for a store that is left alone, only a probe."""
+        if not self._closed and self._breaker.probe_is_due():
+            self._probe = Probe(self._store, self._namespace)
+            self._transfers.submit(self._probe)
+        if self._breaker.refuses:
+            return
+        self._questions.submit()
         load, store = (StagedLoad, CopyOut) if self._staging else (Load, Store)
         for batch in self._batches(self._to_load, self._transfers.threads):
             self._start(load(self._store, self._namespace, batch))
@@ -212,24 +222,27 @@ class SecondaryTier:
             if time.perf_counter() > deadline:
                 break
         self._give_up(report)
-        if self._stuck:  # nobody else waits for this tier
+        if self._breaker.refuses:
+            self._drop_waiting(report)
+        if self._breaker.refuses or self._questions.stuck:  # nobody waits for this tier
             report.answers += self._questions.refuse()
         return report
 
     def stats(self) -> TierStats:
         """Counters of this moment."""
         lent = self._staging.lent_bytes if self._staging else 0
-        return self._counters.stats(backlog_bytes=self._backlog, staging_bytes=lent)
+        return self._counters.stats(
+            backlog_bytes=self._backlog, staging_bytes=lent, breaker=self._breaker.state, trips=self._breaker.trips
+        )
 
     def cancel(self) -> TierReport:
         """Take no more, and drop every transfer that has not started or needs no slot: stores shed, loads failed."""
         self._closed = True
         self._questions.cancel()
-        self._hints.cancel(self._transfers)
+        if self._probe is not None and self._transfers.cancel(self._probe):
+            self._probe = None
         report = self.poll()
-        self._drop(Load(self._store, self._namespace, self._to_load), report)
-        self._drop(Store(self._store, self._namespace, self._to_store), report)
-        self._to_load, self._to_store = [], []
+        self._drop_waiting(report)
         for job in list(self._live):
             self._end(job, report)
         return report
@@ -293,10 +306,16 @@ class SecondaryTier:
                 self._transfers.submit(job)
 
     def _settle(self, job: TierJob, report: TierReport) -> None:
+        if isinstance(job, Probe):
+            self._probe = None
+            self._breaker.probed(job.error)
+            return
         if not isinstance(job, Transfer):
             self._hints.settle(job)
             return
         del self._live[job]
+        if isinstance(job, Load) and not job.given_up:
+            self._breaker.heard(job.error)
         if job.error is not None:
             self._counters.failed("load" if isinstance(job, Load) else "store", job.error)
         if isinstance(job, CopyOut):
@@ -362,7 +381,12 @@ class SecondaryTier:
         """Loads that take too long, and stores that got no staging memory for as long."""
         now = time.monotonic()
         timed = (job for job in self._live if isinstance(job, (Load, CopyOut)))
-        late = takewhile(lambda job: now - job.made > self._load_timeout, timed)
+        late = list(takewhile(lambda job: now - job.made > self._load_timeout, timed))
+        for job in late:
+            # At least half of it in the call itself: behind others that are merely many, loads wait for a thread.
+            if isinstance(job, Load) and not job.hangs and now - job.begun > self._load_timeout / 2:
+                job.hangs = True
+                self._breaker.timed_out("load", self._load_timeout)
         for job in [job for job in late if not job.given_up]:
             self._counters.overdue("load" if isinstance(job, Load) else "store", self._load_timeout)
             job.given_up = True
@@ -370,18 +394,28 @@ class SecondaryTier:
                 report.overdue.extend(job.slots)
                 self._counters.add(failed_loads=len(job.slots))
 
-    @property
-    def _stuck(self) -> bool:
-        return self._questions.stuck or any(job.given_up for job in self._live)
+    def _drop_waiting(self, report: TierReport) -> None:
+        """What has not begun does not: loads fail, stores are shed, hints are forgotten."""
+        self._hints.cancel(self._transfers)
+        self._drop(Load(self._store, self._namespace, self._to_load), report)
+        self._drop(Store(self._store, self._namespace, self._to_store), report)
+        self._to_load, self._to_store = [], []
+        for job in list(self._live):
+            self._drop_if_waiting(job, report)
+
+    def _drop_if_waiting(self, job: Transfer, report: TierReport) -> bool:
+        if not self._transfers.cancel(job):
+            return False
+        del self._live[job]
+        self._drop(job, report)
+        return True
 
     def _end(self, job: Transfer, report: TierReport) -> bool:
         """Part a job from its slots: one that has not started is dropped, a staged load may go on without them.
 
         False if somebody else may touch them.
         """
-        if self._transfers.cancel(job):
-            del self._live[job]
-            self._drop(job, report)
+        if self._drop_if_waiting(job, report):
             return True
         if job.withdraw():
             report.failed.extend(job.slots)

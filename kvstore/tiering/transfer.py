@@ -52,15 +52,16 @@ class Job(ABC):
     """One blocking call, and afterwards what became of it.
 
     `urgent` jobs (loads, lookups) overtake the others (stores). When it is collected, either `error` is set or the
-    call has returned; `made` is when the job was made (`time.monotonic`), `seconds` how long it ran. `claim` is true
-    for the thread that is going to run the job, or for who cancels it. A cancelled job never starts and is never
-    collected.
+    call has returned; `made` is when the job was made, `begun` when its call began (`time.monotonic`; infinity before
+    that), `seconds` how long it ran. `claim` is true for the thread that is going to run the job, or for who cancels
+    it. A cancelled job never starts and is never collected.
     """
 
     urgent: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.made = time.monotonic()
+        self.begun = float("inf")
         self.seconds = 0.0
         self.error: BaseException | None = None
         self.claim = Once()
@@ -71,6 +72,7 @@ class Job(ABC):
 
     def run(self) -> None:
         """`work`, timed; whatever it raises is kept, not raised."""
+        self.begun = time.monotonic()
         begin = time.perf_counter()
         try:
             self.work()

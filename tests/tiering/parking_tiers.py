@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 BLOCK = 256
 SPACE = Namespace("model", "1", (BlockLayout.opaque(BLOCK),), block_tokens=16)
 PROMPT = keys(24)
-TIMED = ("blocking", "manager", "questions", "secondary", "transfer")
+TIMED = ("blocking", "breaker", "manager", "questions", "secondary", "transfer")
 TIERS = 3
 HANGS = 2  # the tier that can hang on a network
 LOOKUP_TIMEOUT, LOAD_TIMEOUT, SLOT_TIMEOUT, MISS_AGE, HOLD = 0.2, 0.5, 0.3, 0.2, 0.1
+PAUSE = 0.1  # so that no pause is longer than 3.2 s
 
 
 @cache
@@ -131,6 +132,7 @@ class Tier:
             lookup_timeout=LOOKUP_TIMEOUT,
             load_timeout=LOAD_TIMEOUT,
             staging_bytes=4 * 4096,
+            pause=PAUSE,
         )
         self.modes: dict[str, Fault | None] = dict.fromkeys(FAULTS, honest)  # None: park
         self.parked: list[Parked] = []
@@ -173,6 +175,8 @@ class Tier:
         asking_runs = asking is not None and asking not in tier._questions._thread._done
         ended = set(pool._done)
         under_way: list[TierJob] = [*tier._live, *tier._hints.under_way.values()]
+        if tier._probe is not None:
+            under_way.append(tier._probe)
         waiting = {job for job in tier._unstaged if not job.claim.taken}
         under_way = [job for job in under_way if job not in ended and job not in waiting]
         running = [job for job in under_way if job.claim.taken]

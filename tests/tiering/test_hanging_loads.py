@@ -20,6 +20,7 @@ from tiering_helpers import (
     PATIENCE,
     PROMPT,
     SPACE,
+    all_closed,
     ask,
     content,
     engine_store,
@@ -140,7 +141,7 @@ def test_loads_that_end_at_the_moment_they_are_given_up_are_right_or_missing(rem
     fill(str(remote.url), names)
     rng = np.random.default_rng(0)
     remote.plan["get"] = lambda call: slow(float(rng.uniform(0.0, 0.008)))(call)
-    tier = SecondaryTier(remote, SPACE, threads=4, load_timeout=0.004, staging_bytes=16 * BLOCK)
+    tier = SecondaryTier(remote, SPACE, threads=4, load_timeout=0.004, staging_bytes=16 * BLOCK, pause=0.0)
     came = missed = 0
     with managed(tier, primary_slots=8, slot_timeout=PATIENCE) as manager:
         end = time.monotonic() + 2.0
@@ -179,7 +180,7 @@ def test_a_tier_whose_staging_is_with_hung_calls_answers_misses_and_recovers(
         until(manager, lambda: manager.stats().tiers[0].shed == 10)
         assert manager.stats().primary.pinned == 0, "a store that gets no staging gives its slot back"
         hanging.release()
-        until(manager, lambda: staged_blocks(manager) == 0)
+        until(manager, lambda: staged_blocks(manager) == 0 and all_closed(manager))
         manager.forget(PROMPT[:8])
         assert ask(manager, PROMPT[:8]) == [HIT] * 8
         assert engine_store(manager, PROMPT[30:32]) == PROMPT[30:32]

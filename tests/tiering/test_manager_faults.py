@@ -15,6 +15,7 @@ from tiering_helpers import (
     PROMPT,
     RETRY,
     SPACE,
+    all_closed,
     ask,
     engine_load,
     engine_store,
@@ -110,6 +111,7 @@ def test_a_backend_that_fails_is_misses_and_counts_and_never_an_exception(
         assert (stats.failed_loads, stats.failed_stores) == (3, 3)
         assert stats.failed_calls >= 5
         store.plan.clear()
+        until(manager, lambda: all_closed(manager))
         assert manager.load_prefix(PROMPT[10:], [np.empty(BLOCK, np.uint8).data] * 50) == 50, "hits once it is back"
 
 

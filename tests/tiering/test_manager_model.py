@@ -44,7 +44,7 @@ from parking_tiers import (
     address,
     bytes_of,
 )
-from tiering_helpers import PATIENCE, check
+from tiering_helpers import PATIENCE, all_closed, check
 
 from kvstore import BlockWrite, LookupResult
 from kvstore.errors import ShutdownTimeout
@@ -314,7 +314,8 @@ class Machine(RuleBasedStateMachine):
                     tier.let_go(parked, honest)
             self.settle()
             self.step(0.05)
-            if not self.requests and all(tier.tier.idle and not tier.tier._live for tier in self.tiers):
+            ended = all(tier.tier.idle and not tier.tier._live for tier in self.tiers)
+            if ended and not self.requests and (self.closed or all_closed(self.manager)):
                 return
         raise AssertionError(f"not idle although everything returns: {self.manager.stats()}")
 
