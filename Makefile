@@ -4,6 +4,8 @@
 #   make lint      formatting, lint, types                         make soak      the long runs
 #   make bench     the tiers beside the bare device                make clean     remove the environments
 #   make test-light   formats and contract without torch, on a newer Python with the newest zarr
+#   make demo-vllm    the same inside vLLM, on a CPU               make test-vllm     with the real managers of vLLM
+#   make test-vllm-all   with older versions too                   make soak-vllm     its long runs
 #
 #   make PYTHON=python3.12 …     another Python
 #   make TORCH_INDEX=https://download.pytorch.org/whl/cpu …     the CPU build of torch, or an index of your own
@@ -24,7 +26,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test test-light test-wheel lint soak bench clean environment
+.PHONY: demo test test-light test-wheel lint soak bench clean environment demo-vllm test-vllm test-vllm-all soak-vllm
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -65,6 +67,35 @@ test-light:
 	$(VENV)-light/bin/python -c 'import sys, importlib.util as u; sys.exit("torch is installed here: remove $(VENV)-light" if u.find_spec("torch") else 0)'; \
 	$(VENV)-light/bin/python -m pytest -n $(WORKERS) --maxprocesses 8 $(ARGS) $(LIGHT_TESTS)
 
+# vLLM, in environments of its own: the first version's engine runs on a CPU, of the others the tiering manager.
+VLLM := 0.32.0
+VLLM_NEWER := 0.33.0
+VLLM_OLDER := 0.30.0 0.28.0
+VLLM_PYTHON := $(VENV)-vllm/bin/python
+MAKE_VLLM = $(PYTHON) .ci/vllm_environment.py $(VENV)-vllm --index "$(TORCH_INDEX)" --target $@ $(VLLM)
+VLLM_PYTEST := -m pytest -p no:cacheprovider
+VLLM_MANAGERS := $(VLLM_PYTEST) -n $(WORKERS) --maxprocesses 4 -m "not soak and not engine"
+
+demo-vllm:
+	$(MAKE_VLLM)
+	$(VLLM_PYTHON) -m kvstore.vllm.demo $(ARGS)
+	$(VLLM_PYTHON) benchmarks/vllm_users.py $(ARGS)
+
+test-vllm:
+	$(MAKE_VLLM) $(VLLM_NEWER)
+	for python in $(VLLM_PYTHON) $(VLLM_NEWER:%=$(VENV)-vllm-%/bin/python); do \
+		$$python $(VLLM_MANAGERS) $(ARGS) tests/vllm || exit 1; done
+	$(VLLM_PYTHON) $(VLLM_PYTEST) -m "engine and not soak" $(ARGS) tests/vllm
+
+test-vllm-all: test-vllm
+	$(MAKE_VLLM) $(VLLM_OLDER)
+	for python in $(VLLM_OLDER:%=$(VENV)-vllm-%/bin/python); do \
+		$$python $(VLLM_MANAGERS) $(ARGS) tests/vllm || exit 1; done
+
+soak-vllm:
+	$(MAKE_VLLM)
+	$(VLLM_PYTHON) $(VLLM_PYTEST) -m soak $(ARGS) tests/vllm
+
 # In a folder of BENCH_DIR, whose file system is the one that is measured.
 bench: $(VENV)/.dev
 	@set -e; folder=$$(mktemp -d "$$(realpath "$(BENCH_DIR)")/kvstore-bench.XXXXXX"); trap 'rm -rf "$$folder"' EXIT; \
@@ -74,7 +105,7 @@ bench: $(VENV)/.dev
 	for script in benchmarks/*.py; do [ ! -e "$$script" ] || $(BIN)/python "$$script"; done
 
 clean:
-	rm -rf $(VENV) $(VENV)-wheel $(VENV)-light build
+	rm -rf $(VENV) $(VENV)-wheel $(VENV)-light $(VENV)-vllm* build
 
 # Environments. A stamp says what is in there already; it is made anew when the requirements change.
 

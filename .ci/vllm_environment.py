@@ -16,7 +16,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
+from importlib.util import find_spec
 from pathlib import Path
 
 import share_packages
@@ -46,7 +48,8 @@ def main() -> int:
     given = parser.parse_args()
     first, *others = given.versions
     if not ready(given.folder, recipe(first)):
-        if not torch_is_found(given.index):
+        asking = sys.executable if find_spec("pip") else make(given.folder, with_pip=True)
+        if not torch_is_found(asking, given.index):
             print(TORCH_PLACES.format(target=given.target), file=sys.stderr)
             return 1
         make_first(given.folder, first, given.index)
@@ -59,7 +62,8 @@ def main() -> int:
 
 def recipe(version: str) -> str:
     """What an environment is made from; another recipe, another environment."""
-    return "\n".join((Path(__file__).read_text(), (ROOT / "pyproject.toml").read_text(), version))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return json.dumps([version, Path(__file__).read_text(), project])
 
 
 def ready(folder: Path, recipe: str) -> bool:
@@ -68,10 +72,10 @@ def ready(folder: Path, recipe: str) -> bool:
     return stamp.exists() and stamp.read_text() == recipe
 
 
-def torch_is_found(index: str) -> bool:
+def torch_is_found(python: str, index: str) -> bool:
     """Ask pip, which downloads nothing for it."""
     try:
-        pip(sys.executable, "install", "--dry-run", "--ignore-installed", *torch_from(index), quietly=True)
+        pip(python, "install", "--dry-run", "--ignore-installed", *torch_from(index), quietly=True)
     except subprocess.CalledProcessError:
         return False
     return True

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["CONTESTANTS", "NO_OFFLOADING", "VLLM_FS", "tiers_in"]
+__all__ = ["CONTESTANTS", "KVSTORE_FILE", "KVSTORE_LMDB", "NO_OFFLOADING", "VLLM_FS", "kvstore", "tiers_in"]
 
 NO_OFFLOADING, VLLM_FS = "no offloading", "vLLM fs"
 KVSTORE_FILE, KVSTORE_LMDB = "kvstore file", "kvstore lmdb"

