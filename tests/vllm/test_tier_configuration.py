@@ -10,9 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from driver import Driver, keys, kvstore_tier
+from driver import Driver, keys, kvstore_tier, offloading_config
 from vllm.v1.kv_offload.base import Locality
 from vllm.v1.kv_offload.tiering import base as tiering_base
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvstore import PutOutcome, open_store
 from kvstore.errors import ConfigurationError, InvalidOptionError, StoreOpenError, UnknownOptionError
@@ -61,10 +62,10 @@ def test_a_wrong_option_is_an_error_that_says_what_could_be(
 def test_a_tier_that_cannot_be_opened_leaves_nothing_in_shared_memory(tmp_path: Path) -> None:
     (tmp_path / "tier").write_text("something else")
     tiers = [entry(), kvstore_tier(f"file://{tmp_path}/tier")]
-    before = set(Path("/dev/shm").iterdir())
-    with pytest.raises(StoreOpenError), Driver(tiers):
-        pass
-    assert set(Path("/dev/shm").iterdir()) <= before
+    config = offloading_config(tiers, rows=4, row_bytes=8192)
+    with pytest.raises(StoreOpenError):
+        TieringOffloadingSpec(config).get_manager()
+    assert not list(Path("/dev/shm").glob(f"vllm_offload_{config.engine_id}*"))
 
 
 def test_every_option_can_be_given(tmp_path: Path) -> None:
