@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from driver import Driver, keys, kvstore_tier
+from driver import Driver, Request, keys, kvstore_tier
 from vllm.v1.kv_offload.base import LookupResult
 
 from kvstore import open_store
@@ -42,6 +42,15 @@ def cold(engine: Driver) -> None:
     engine.evict_all()
 
 
+def stuck(engine: Driver, store: FaultyStore, hanging: Hanging, verb: str = "get") -> Request:
+    """A request for the prompt, whose load (or whatever else of its calls) hangs."""
+    cold(engine)
+    store.plan[verb] = hanging
+    request = engine.arrive(PROMPT)
+    engine.until(lambda: engine.final(request) or hanging.waiting)
+    return request
+
+
 def quick(engine: Driver) -> None:
     """No call has waited for the backend, whose every call takes longer than a time-out. (How quick they are at the
     p99 is measured where nothing else runs: `benchmarks/vllm_tier.py --hang`.)
@@ -69,10 +78,7 @@ def busy(engine: Driver, until: Callable[[], bool]) -> None:
 
 def test_a_request_behind_a_load_that_hangs_is_released_and_others_go_on(store: FaultyStore, hanging: Hanging) -> None:
     with Driver([TIER], rows=16) as engine:
-        cold(engine)
-        store.plan["get"] = hanging
-        request = engine.arrive(PROMPT)
-        engine.until(lambda: engine.final(request) or hanging.waiting)
+        request = stuck(engine, store, hanging)
         begin = time.monotonic()
         busy(engine, lambda: engine.final(request) == [MISS])
         assert time.monotonic() - begin < 3.0
@@ -145,10 +151,7 @@ def test_a_read_stuck_in_the_kernel_keeps_its_rows_and_other_requests_go_on(
     store: FaultyStore, hanging: Hanging
 ) -> None:
     with Driver([TIER], rows=16) as engine:
-        cold(engine)
-        store.plan["get"] = hanging
-        request = engine.arrive(PROMPT)
-        engine.until(lambda: engine.final(request) or hanging.waiting)
+        request = stuck(engine, store, hanging)
         begin = time.monotonic()
         busy(engine, lambda: time.monotonic() - begin > 0.6)
         assert engine.final(request) is None, "its rows may be written to at any time: they are nobody else's"
@@ -159,10 +162,8 @@ def test_a_read_stuck_in_the_kernel_keeps_its_rows_and_other_requests_go_on(
 
 def test_a_reset_waits_for_a_network_no_longer_than_a_load_may(store: FaultyStore, hanging: Hanging) -> None:
     with Driver([TIER], rows=16) as engine:
-        cold(engine)
-        store.plan.update(get=hanging, put=hanging)
-        request = engine.arrive(PROMPT)
-        engine.until(lambda: engine.final(request) or hanging.waiting)
+        stuck(engine, store, hanging)
+        store.plan["put"] = hanging
         engine.store(keys(2, "b"))
         begin = time.monotonic()
         engine.reset_cache()
@@ -176,10 +177,7 @@ def test_a_reset_waits_for_a_read_stuck_in_the_kernel_and_says_so(
 ) -> None:
     monkeypatch.setattr("kvstore.vllm.tier.PATIENCE", 0.1)
     with Driver([TIER], rows=16) as engine:
-        cold(engine)
-        store.plan["get"] = hanging
-        request = engine.arrive(PROMPT)
-        engine.until(lambda: engine.final(request) or hanging.waiting)
+        stuck(engine, store, hanging)
         threading.Timer(0.5, hanging.release).start()
         begin = time.monotonic()
         engine.reset_cache()
@@ -193,10 +191,7 @@ def test_shutdown_ends_within_its_bound_while_a_network_hangs(
 ) -> None:
     monkeypatch.setattr("kvstore.vllm.tier.SHUTDOWN_TIMEOUT", 0.4)
     with Driver([TIER], rows=16) as engine:
-        cold(engine)
-        store.plan[verb] = hanging
-        request = engine.arrive(PROMPT)
-        engine.until(lambda: engine.final(request) or hanging.waiting)
+        stuck(engine, store, hanging, verb)
         if verb == "put":
             engine.store(keys(2, "b"))
         begin = time.monotonic()
@@ -212,10 +207,7 @@ def test_shutdown_raises_while_a_local_read_holds_rows_and_their_memory_stays(
 ) -> None:
     monkeypatch.setattr("kvstore.vllm.tier.SHUTDOWN_TIMEOUT", 0.4)
     with Driver([TIER], rows=16) as engine:
-        cold(engine)
-        store.plan["get"] = hanging
-        request = engine.arrive(PROMPT)
-        engine.until(lambda: engine.final(request) or hanging.waiting)
+        stuck(engine, store, hanging)
         begin = time.monotonic()
         with pytest.raises(ShutdownTimeout, match="must stay mapped"):
             engine.shutdown()
