@@ -115,7 +115,7 @@ def test_lookups_that_hang_are_misses(store: FaultyStore, hanging: Hanging) -> N
         begin = time.monotonic()
         assert engine.load(PROMPT) == 0
         assert engine.load(keys(6, "c")) == 0, "nobody waits for it a second time"
-        assert time.monotonic() - begin < 1.0
+        assert time.monotonic() - begin < 3.0
         quick(engine)
         hanging.release()
 
@@ -167,7 +167,7 @@ def test_a_reset_waits_for_a_network_no_longer_than_a_load_may(store: FaultyStor
         engine.store(keys(2, "b"))
         begin = time.monotonic()
         engine.reset_cache()
-        assert time.monotonic() - begin < 1.0
+        assert time.monotonic() - begin < 3.0
         hanging.release()
 
 
@@ -196,7 +196,7 @@ def test_shutdown_ends_within_its_bound_while_a_network_hangs(
             engine.store(keys(2, "b"))
         begin = time.monotonic()
         engine.shutdown()
-        assert time.monotonic() - begin < 1.0
+        assert time.monotonic() - begin < 3.0
         assert not engine.leftovers, "primary memory was given back"
         hanging.release()
 
@@ -211,7 +211,7 @@ def test_shutdown_raises_while_a_local_read_holds_rows_and_their_memory_stays(
         begin = time.monotonic()
         with pytest.raises(ShutdownTimeout, match="must stay mapped"):
             engine.shutdown()
-        assert time.monotonic() - begin < 1.0
+        assert time.monotonic() - begin < 3.0
         assert engine.leftovers, "vLLM has kept its mapping"
         hanging.release()
         time.sleep(0.1)  # the read lands in memory that is still there
