@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from driver import Driver, keys, kvstore_tier
@@ -10,9 +10,6 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 from kvstore import open_store
 from kvstore.testing.faults import FaultyStore, Hanging
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MIB = 1 << 20
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
@@ -87,6 +84,17 @@ def test_blocks_that_are_there_are_not_written_again(tmp_path: Path) -> None:
         engine.store(keys(8))
         stats = engine.tiers[0]._tier.stats()
         assert (stats.stores, stats.exists, stats.bytes_stored) == (8, 8, 8 * 8192)
+
+
+@pytest.mark.parametrize("kinds", ["file", "lmdb", "file+lmdb"])
+def test_after_shutdown_primary_memory_is_unmapped(kinds: str, tmp_path: Path) -> None:
+    with Driver([kvstore_tier(url) for url in urls(kinds, tmp_path)], rows=8) as engine:
+        engine.store(keys(8))
+        engine.evict_all()
+        assert engine.load(keys(8)) == 8
+        assert engine.config.engine_id in Path("/proc/self/maps").read_text()
+        engine.shutdown()
+        assert engine.config.engine_id not in Path("/proc/self/maps").read_text()
 
 
 def test_an_old_no_is_not_told_to_a_new_request() -> None:
