@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvstore.tiering.breaker import BreakerState
 from kvstore.vllm._compat import OffloadingConnectorStats, OffloadingCounterMetadata, OffloadingGaugeMetadata
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "full": ("full_blocks", "Blocks not stored for want of room in the tier."),
     "failed_calls": ("failed_calls", "Calls that the tier's backend ended with an error."),
     "overdue_calls": ("overdue_calls", "Calls given up after their time-out."),
+    "trips": ("breaker_trips", "Times that the tier was left alone because it failed or hung."),
     "pins_refused": ("refused_pins", "Pins refused because no more of the capacity may be pinned."),
     "refused_params": ("refused_params", "Requests whose kv_transfer_params for the tier cannot be understood."),
 }
@@ -45,6 +47,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
 
 GAUGES: Mapping[str, tuple[str, str]] = {
     "backlog_bytes": ("backlog_bytes", "Bytes accepted for storing and not stored yet."),
+    "breaker": ("breaker_state", "0: in use; 1: being tried again; 2: left alone because it failed or hung."),
     "blocks_in_flight": ("blocks_in_flight", "Blocks on their way between primary memory and the tier."),
 }
 """The same, of this moment."""
@@ -56,6 +59,9 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
     for kind, metrics in ((OffloadingCounterMetadata, COUNTERS), (OffloadingGaugeMetadata, GAUGES)):
         declared.update({_name(name): kind(text, LABELS) for name, text in metrics.values()})
     return declared
+
+
+_BREAKER = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
 
 
 class Metrics:
@@ -73,6 +79,7 @@ class Metrics:
         The first call has everything, zeros as well, so that every metric is there from the start.
         """
         now: dict[str, Any] = {name: getattr(stats, name, None) for name in (*COUNTERS, *GAUGES)} | more
+        now["breaker"] = _BREAKER[stats.breaker]
         observed = OffloadingConnectorStats()
         for name, (metric, _) in COUNTERS.items():
             more_of_it = now[name] - self._counted.get(name, 0)
