@@ -2,7 +2,7 @@
 
 ::
 
-              three reads in a row fail, or one takes too long
+        three lookups or loads in a row fail, or one takes too long
     CLOSED ──────────────────────────────────────────────────► OPEN ◄───────────┐
       ▲                                                         │ pause is over │ it fails
       │                                                         ▼               │
@@ -16,11 +16,13 @@ them for each prefix.
 would need threads of its own to see that a call hangs. Here all of it happens on the manager's thread.
 
 **Reads decide.** A store that refuses to write and still reads is worth reading; what it does not take is counted as
-failed stores, or shed when they pile up.
+failed stores, or shed when they pile up. Lookups and loads are counted apart: where the one works (out of a cache,
+say) and the other does not, every promise would be broken.
 
 **The probe** asks for a block that nobody has. That is a whole round trip, answered by no cache of lookups, which moves
 no payload; no request waits for it, and there is never more than one. It runs on a transfer thread: while calls hang on
-all of those, the tier could load nothing anyway, and stays open until one of them returns.
+all of those, the tier could load nothing anyway, and stays open until one of them returns. For the same reason
+there is no probe while a lookup hangs.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections import Counter
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -45,7 +48,7 @@ __all__ = ["Breaker", "BreakerState", "Probe"]
 log = logging.getLogger(__name__)
 
 FAILURES = 3
-"""Reads in a row that end with an error. One that takes too long is enough: it has cost its time-out already."""
+"""Lookups in a row, or loads, that end with an error. One that takes too long is enough: it has cost its time-out."""
 PAUSE = 1.0
 """Seconds before the first probe."""
 LONGEST = 32
@@ -72,7 +75,7 @@ class Breaker:
         self.trips = 0
         self._url = url
         self._first_pause = self._pause = pause
-        self._failures = 0
+        self._failures: Counter[str] = Counter()
         self._opened = self._next_probe = 0.0
         self._closed = float("-inf")
 
@@ -81,11 +84,11 @@ class Breaker:
         """The store is to be left alone."""
         return self.state is not BreakerState.CLOSED
 
-    def heard(self, error: BaseException | None) -> None:
-        """A read ended in time: with an error, or without one."""
-        self._failures = self._failures + 1 if error is not None else 0
-        if self._failures >= FAILURES:
-            self._open(f"{self._failures} reads in a row failed, the last with {error!r}")
+    def heard(self, what: str, error: BaseException | None) -> None:
+        """A lookup or a load ended in time: with an error, or without one."""
+        self._failures[what] = self._failures[what] + 1 if error is not None else 0
+        if self._failures[what] >= FAILURES:
+            self._open(f"{FAILURES} {what}s in a row failed, the last with {error!r}")
 
     def timed_out(self, what: str, seconds: float) -> None:
         """A call is under way for longer than that."""
@@ -104,7 +107,7 @@ class Breaker:
             self._wait()
             return
         self._closed = time.monotonic()
-        self._failures = 0
+        self._failures.clear()
         self.state = BreakerState.CLOSED
         log.warning("%s: answers again, after %.1f s", self._url, self._closed - self._opened)
 

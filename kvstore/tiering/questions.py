@@ -67,7 +67,7 @@ class Questions:
             if lookup.error is not None:
                 self._counters.failed("lookup", lookup.error)
             if not lookup.given_up:
-                self._breaker.heard(lookup.error)
+                self._breaker.heard("lookup", lookup.error)
                 answers += self._answered(lookup.keys, lookup.found or [False] * len(lookup.keys))
         asking = self._asking
         if asking is not None and not asking.given_up and time.monotonic() - asking.made > self._timeout:

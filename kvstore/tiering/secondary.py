@@ -198,7 +198,7 @@ class SecondaryTier:
 
     def submit(self) -> None:
         """Hand what was noted to the transfer threads, in batches; for a store that is left alone, only a probe."""
-        if not self._closed and self._breaker.probe_is_due():
+        if not (self._closed or self._questions.stuck) and self._breaker.probe_is_due():
             self._probe = Probe(self._store, self._namespace)
             self._transfers.submit(self._probe)
         if self._breaker.refuses:
@@ -222,9 +222,8 @@ class SecondaryTier:
             if time.perf_counter() > deadline:
                 break
         self._give_up(report)
-        if self._breaker.refuses:
+        if self._breaker.refuses:  # nobody waits for this tier
             self._drop_waiting(report)
-        if self._breaker.refuses or self._questions.stuck:  # nobody waits for this tier
             report.answers += self._questions.refuse()
         return report
 
@@ -315,7 +314,7 @@ class SecondaryTier:
             return
         del self._live[job]
         if isinstance(job, Load) and not job.given_up:
-            self._breaker.heard(job.error)
+            self._breaker.heard("load", job.error)
         if job.error is not None:
             self._counters.failed("load" if isinstance(job, Load) else "store", job.error)
         if isinstance(job, CopyOut):

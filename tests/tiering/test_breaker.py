@@ -73,12 +73,14 @@ def pause_before_the_probe(breaker: Breaker, clock: Time) -> float:
 # By itself
 
 
-def test_it_opens_when_three_reads_in_a_row_fail_and_a_success_between_them_counts() -> None:
+def test_it_opens_when_three_of_a_kind_fail_in_a_row_and_a_success_between_them_counts() -> None:
     breaker = Breaker("memory://x")
     for error in (DOWN, DOWN, None, DOWN, DOWN):
-        breaker.heard(error)
+        breaker.heard("load", error)
         assert not breaker.refuses
-    breaker.heard(DOWN)
+    breaker.heard("lookup", DOWN)
+    assert not breaker.refuses
+    breaker.heard("load", DOWN)
     assert breaker.refuses
     assert (breaker.state, breaker.trips) == (BreakerState.OPEN, 1)
 
@@ -128,9 +130,9 @@ def test_what_comes_back_for_a_moment_only_is_tried_ever_later(clock: Time) -> N
 def test_late_news_of_calls_that_began_before_it_opened_changes_nothing(clock: Time) -> None:
     breaker = opened()
     for _ in range(FAILURES):
-        breaker.heard(DOWN)
+        breaker.heard("load", DOWN)
         breaker.timed_out("load", 1.0)
-    breaker.heard(None)
+    breaker.heard("load", None)
     assert (breaker.state, breaker.trips) == (BreakerState.OPEN, 1)
     assert pause_before_the_probe(breaker, clock) <= 1.02
 
@@ -138,10 +140,10 @@ def test_late_news_of_calls_that_began_before_it_opened_changes_nothing(clock: T
 def test_the_count_starts_anew_when_it_closes(clock: Time) -> None:
     breaker = Breaker("memory://x")
     for _ in range(FAILURES):
-        breaker.heard(DOWN)
+        breaker.heard("load", DOWN)
     pause_before_the_probe(breaker, clock)
     breaker.probed(None)
-    breaker.heard(DOWN)
+    breaker.heard("load", DOWN)
     assert not breaker.refuses
 
 
@@ -174,6 +176,7 @@ def test_an_outage_costs_three_errors_and_then_no_calls(remote: FaultyStore) -> 
         for number in range(20):
             assert ask(manager, keys(2, f"other {number}")) == [MISS] * 2
         assert engine_store(manager, PROMPT[:8]) == PROMPT[:8]
+        assert manager.stats().primary.pinned == 0
         manager.finish_request(PROMPT[:8])
         assert manager.drain(0.5), "nothing waits for it"
         assert remote.calls == []
@@ -277,6 +280,31 @@ def test_a_store_that_only_refuses_to_write_is_still_read(remote: FaultyStore) -
         assert ask(manager, PROMPT[:3]) == [HIT] * 3
 
 
+def test_a_store_that_breaks_the_promises_of_its_lookups_is_left_alone(remote: FaultyStore) -> None:
+    fill(str(remote.url), PROMPT[:8])
+    remote.plan["get"] = failing(DOWN)
+    with managed(quick(remote, pause=PATIENCE)) as manager:
+        for key in PROMPT[: FAILURES + 1]:
+            assert ask(manager, [key]) == [MISS]
+        assert [verb for verb, _ in remote.calls] == ["contains", "get"] * FAILURES
+
+
+def test_it_stays_open_while_a_lookup_hangs_since_nobody_could_ask(remote: FaultyStore, hanging: Hanging) -> None:
+    fill(str(remote.url), PROMPT[:1])
+    remote.plan["contains"] = hanging
+    with managed(quick(remote, pause=0.01)) as manager:
+        assert ask(manager, PROMPT[:1]) == [MISS]
+        for _ in range(100):
+            manager._turn()
+            time.sleep(0.001)
+        assert len(remote.calls) == 1
+        remote.plan.clear()
+        hanging.release()
+        until(manager, lambda: all_closed(manager))
+        manager.forget(PROMPT[:1])
+        assert ask(manager, PROMPT[:1]) == [HIT]
+
+
 def test_loads_that_wait_behind_others_do_not_open_it(remote: FaultyStore) -> None:
     """Many are late, and none hangs: a busy server is not a dead one."""
     names = keys(16, "busy")
@@ -344,6 +372,6 @@ def test_the_log_says_it_once_when_it_opens_and_once_when_it_closes(
         if record.name == "kvstore.tiering.breaker" and record.levelno >= logging.WARNING
     ]
     assert len(said) == 2
-    assert "memory://remote: 3 reads in a row failed" in said[0]
+    assert "memory://remote: 3 lookups in a row failed" in said[0]
     assert "down" in said[0]
     assert "memory://remote: answers again" in said[1]

@@ -1,0 +1,88 @@
+"""An object store that is out of reach, as an engine sees it: misses in time, then nothing at all, then hits again.
+
+Field report 22: an unreachable remote store hangs the engine. The same faults as in the table of the store
+(`test_faults.py`), here under a manager, whose circuit breaker turns them into misses.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+from tiering_helpers import HIT, MISS, PROMPT, SPACE, all_closed, ask, engine_store, fill, keys, managed, until
+
+from kvstore import open_store
+from kvstore.testing.proxy import ANY, FaultProxy, deaf, resetting, silent, slow_down, stalling
+from kvstore.tiering import SecondaryTier
+from kvstore.tiering.breaker import FAILURES, BreakerState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+    from contextlib import AbstractContextManager
+
+    from kvstore.testing.proxy import Fault
+    from kvstore.testing.servers import S3Server
+
+TIMEOUT = 3.0
+BOUND = 5.0
+"""Seconds for one request, whatever the fault."""
+
+
+def planned(fault: Fault) -> Callable[[FaultProxy], AbstractContextManager[None]]:
+    """Every request meets it."""
+
+    @contextmanager
+    def outage(proxy: FaultProxy) -> Generator[None]:
+        proxy.plan[ANY] = fault
+        yield
+        proxy.plan.clear()
+
+    return outage
+
+
+OUTAGES: dict[str, Callable[[FaultProxy], AbstractContextManager[None]]] = {
+    "black hole": planned(silent),
+    "deaf": planned(deaf),
+    "reset": planned(resetting()),
+    "reset half-way": planned(resetting(1)),
+    "stalled": planned(stalling(1)),
+    "503 SlowDown": planned(slow_down),
+    "cut cable": FaultProxy.unreachable,
+    "down": FaultProxy.down,
+}
+
+
+@pytest.mark.parametrize("outage", OUTAGES)
+def test_an_outage_is_misses_in_time_then_silence_then_hits(
+    server: S3Server, place: str, client: str, outage: str
+) -> None:
+    fill(place, PROMPT[:8])
+    with (
+        FaultProxy(server.port) as proxy,
+        open_store(place, client=client, endpoint=proxy.endpoint, timeout=TIMEOUT, lookup_ttl=0) as store,
+    ):
+        tier = SecondaryTier(store, SPACE, pause=0.5)
+        with managed(tier, primary_slots=32) as manager:
+            assert ask(manager, PROMPT[:2]) == [HIT] * 2
+            with OUTAGES[outage](proxy):
+                for key in PROMPT[2 : 2 + FAILURES]:
+                    began = time.monotonic()
+                    assert ask(manager, [key]) == [MISS]
+                    assert time.monotonic() - began < BOUND
+                assert manager.stats().tiers[0].breaker is not BreakerState.CLOSED
+                assert manager.drain(TIMEOUT + 3.0), "what was under way has ended"
+                proxy.requests.clear()
+                began = time.monotonic()
+                for number in range(20):
+                    assert ask(manager, keys(2, f"later {number}")) == [MISS] * 2
+                    engine_store(manager, PROMPT[20:22])
+                assert time.monotonic() - began < 1.0, "nobody waits for a store that is left alone"
+                assert proxy.counts.keys() <= {"GET"}, "probes, and nothing else"
+            until(manager, lambda: all_closed(manager))
+            manager.forget(PROMPT[2:8])
+            assert ask(manager, PROMPT[2:8]) == [HIT] * 6
+            assert engine_store(manager, PROMPT[10:12]) == PROMPT[10:12]
+            assert manager.drain(10.0)
+            assert manager.stats().tiers[0].stores == 2
