@@ -298,8 +298,12 @@ class Driver:
         return None if {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(answers) else answers
 
     def evict_all(self) -> None:
-        """Empty primary memory, as vLLM does it between two uses of an engine; the tiers keep what they have."""
+        """Empty primary memory, as vLLM does it between two uses of an engine; the tiers have all they were given.
+
+        (A store to a network is done for the manager once it has been copied.)
+        """
         self.settle()
+        self.until(lambda: all(tier._tier.idle for tier in self.tiers if hasattr(tier, "_tier")))
         self.reset_cache()
 
     def reset_cache(self) -> None:
