@@ -45,7 +45,8 @@ _URL = re.compile(
 )
 _HOST_AND_PORT = re.compile(r"[^:]*(?::[0-9]*)?|\[[0-9A-Fa-f:.]*\](?::[0-9]*)?")
 _SECRET_NAME = re.compile(
-    r"secret|passw|passphrase|pwd|token|key|credential|auth|signature|bearer|cookie|connection_?string|(?:^|_)sas(?:$|_)",
+    r"secret|passw|passphrase|pwd|token|key|credential|auth|signature|bearer|cookie|connection_?string"
+    r"|storage_?options|(?:^|_)sas(?:$|_)",
     re.IGNORECASE,
 )
 _HIDDEN = "***"

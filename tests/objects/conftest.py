@@ -76,13 +76,13 @@ def second_profile(
 
 
 @pytest.fixture
-def number() -> int:
+def serial() -> int:
     """Another one for each test."""
     return next(_numbers)
 
 
 @pytest.fixture
-def place(server: S3Server, credentials: None, number: int) -> str:
+def place(server: S3Server, credentials: None, serial: int) -> str:
     """`s3://bucket/prefix` with nothing there."""
     del credentials
-    return server.url(f"test-{number}/tier")
+    return server.url(f"test-{serial}/tier")

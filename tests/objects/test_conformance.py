@@ -48,9 +48,9 @@ class TestWithoutConditionalWrites(_OnS3):
     """A store that ignores If-None-Match."""
 
     @pytest.fixture
-    def url(self, overwriting_server: S3Server, second_profile: str, number: int) -> str:
+    def url(self, overwriting_server: S3Server, second_profile: str, serial: int) -> str:
         type(self).objects = overwriting_server
-        place = f"{overwriting_server.url(f'test-{number}')}?profile={second_profile}"
+        place = f"{overwriting_server.url(f'test-{serial}')}?profile={second_profile}"
         warm_up(f"{overwriting_server.url('elsewhere')}?profile={second_profile}", overwriting_server)
         return place
 

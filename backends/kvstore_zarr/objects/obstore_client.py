@@ -183,6 +183,7 @@ def _open_s3(url: TierURL, place: Place, options: dict[str, Any]) -> ObjectStore
         "virtual_hosted_style_request": not settings.path_style,
         "unsigned_payload": True,  # kvstore has checksums of its own; hashing would take as long as sending
         "skip_signature": settings.anonymous,
+        "disable_bulk_delete": True,  # which wants a Content-MD5 on some stores, and is for many objects anyway
     }
     if settings.endpoint is not None:
         config["endpoint"] = settings.endpoint if settings.path_style else _with_bucket(settings.endpoint, place.bucket)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["S3FsClient"]
 
 CONNECTIONS = 64
+LOADING_S = 60.0
 _CHUNK = 2 << 30
 """s3fs cuts what is twice as large."""
 
@@ -75,6 +76,9 @@ class S3FsClient(FsspecClient):
         except TypeError as error:
             raise InvalidOptionError(f"{url}: storage_options: {error}") from None
         filesystem.retries = 1
+        # Half a second of loading and no request: not within the time of the first one.
+        asyn: Any = importlib.import_module("fsspec.asyn")
+        asyn.sync(self._own_loop.loop, filesystem.set_session, timeout=LOADING_S)
         self._bucket = place.bucket
         self._prefix = f"{place.prefix}/" if place.prefix else ""
         return filesystem, place.root

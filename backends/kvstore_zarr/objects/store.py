@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -30,7 +31,7 @@ from kvstore_zarr.objects.settings import LOOKUP_TTL, OPTIONS, Place
 from kvstore_zarr.objects.side import side_by_side
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
     from typing import TypeVar
 
     from numpy.typing import NDArray
@@ -97,18 +98,18 @@ class ObjectZarrStore(BlockStore):
         return self._client.requests.snapshot()
 
     def namespaces(self) -> list[Namespace]:
-        with self._use:
+        with self._at_work():
             return [tree.namespace for tree in self._known_trees()]
 
     def contains_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
-        with self._use:
+        with self._at_work():
             _check(namespace, keys)
             if namespace.name in self._aside:
                 return [False] * len(keys)
             return self._lookup.present(self._tree(namespace), keys)
 
     def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
-        with self._use:
+        with self._at_work():
             checked = [(block, namespace.check_write(block)) for block in blocks]
             if self._readonly or namespace.name in self._aside:
                 return [PutOutcome.FAILED] * len(blocks)
@@ -128,7 +129,7 @@ class ObjectZarrStore(BlockStore):
         ]
 
     def get_many_into(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
-        with self._use:
+        with self._at_work():
             checked = [(block.key, namespace.check_buffer(block.key, block.into, writable=True)) for block in blocks]
             if namespace.name in self._aside:
                 return [GetOutcome.MISS] * len(blocks)
@@ -136,7 +137,7 @@ class ObjectZarrStore(BlockStore):
             return side_by_side(lambda read: self._get(tree, *read), checked, TRANSFERS)
 
     def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
-        with self._use:
+        with self._at_work():
             _check(namespace, keys)
             if self._readonly or namespace.name in self._aside:
                 return [False] * len(keys)
@@ -145,14 +146,14 @@ class ObjectZarrStore(BlockStore):
         return [removed.pop(key, False) for key in keys]
 
     def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
-        with self._use:
+        with self._at_work():
             pages = () if namespace.name in self._aside else self._client.list(namespace.name)
         tree = self._tree(namespace)
         entries = ((entry, key) for page in pages for entry in page if (key := tree.key_at(entry.path)) is not None)
         return self._facts(tree, entries)
 
     def usage(self) -> Usage:
-        with self._use:
+        with self._at_work():
             blocks = used = overhead = 0
             for tree in self._known_trees():
                 for entry in itertools.chain.from_iterable(self._client.list(tree.namespace.name)):
@@ -161,6 +162,15 @@ class ObjectZarrStore(BlockStore):
                     elif entry.path.endswith(METADATA_NAME):
                         overhead += entry.size
         return Usage(blocks, used, overhead=overhead)
+
+    @contextmanager
+    def _at_work(self) -> Generator[None]:
+        """Around each verb: the store is open, and what a request says of the whole store says of which one."""
+        with self._use:
+            try:
+                yield
+            except RequestFailed as failed:
+                raise TierUnavailable(f"{self.url}: {failed}") from failed
 
     def close(self) -> None:
         if self._use.end():
@@ -246,7 +256,7 @@ class ObjectZarrStore(BlockStore):
     def _refused(self, failed: RequestFailed) -> PutOutcome:
         """What a store that does answer says of one put; raises what says nothing of the block."""
         if failed.kind not in (Kind.FULL, Kind.DENIED, Kind.REFUSED, Kind.UNSUPPORTED):
-            raise TierUnavailable(f"{self.url}: {failed}") from failed
+            raise failed
         if failed.kind not in self._told:
             self._told.add(failed.kind)
             _log.warning("%s: a block cannot be stored, and this is said once: %s", self.url, failed)
@@ -282,7 +292,7 @@ class ObjectZarrStore(BlockStore):
             return None if data is None else _info(tree, entry, key, data)
 
         while True:
-            with self._use:
+            with self._at_work():
                 batch = list(itertools.islice(entries, HEADS_AT_ONCE))
                 infos = side_by_side(read, batch)
             if not batch:
