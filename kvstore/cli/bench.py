@@ -1,4 +1,4 @@
-"""`kvstore bench URL --against raw`: a tier and the bare device in turns, in one run."""
+"""`kvstore bench URL --against raw|client`: a tier and the bare device, or bare clients, in turns, in one run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvstore.bench import Figure, RawFiles, TierUnderTest, Workload, race
+from kvstore.bench import BareObstore, BareS3fs, Contestant, Figure, RawFiles, TierUnderTest, Workload, race
 from kvstore.cli._common import emit_json, json_option, open_to_inspect, print_table, progress
 from kvstore.errors import CapacityMismatchError
 from kvstore.interrupts import uninterrupted
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["bench"]
 
-_AGAINST = ("raw",)
+_AGAINST = ("raw", "client")
 
 
 def _bytes(_: click.Context, __: click.Parameter, given: str | tuple[str, ...]) -> int | tuple[int, ...]:
@@ -37,7 +37,11 @@ def _bytes(_: click.Context, __: click.Parameter, given: str | tuple[str, ...]) 
 )
 @click.argument("url")
 @click.option(
-    "--against", type=click.Choice(_AGAINST), default="raw", show_default=True, help="What to compare the tier with."
+    "--against",
+    type=click.Choice(_AGAINST),
+    default="raw",
+    show_default=True,
+    help="What to compare the tier with: the bare device, or bare obstore and s3fs.",
 )
 @click.option(
     "--block-bytes", callback=_bytes, multiple=True, default=["2MiB"], show_default=True, help="Block size; repeatable."
@@ -63,7 +67,7 @@ def bench(
     scratch: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure how fast blocks go to and come back from the tier at URL, beside the bare device in the same run.
+    """Measure how fast blocks go to and come back from the tier at URL, beside others in the same run.
 
     The tier is driven through its contract, checks on: calls of the size it asks for, from --threads threads. The
     contestants take turns, with fresh bytes in each round, the page cache dropped before each step where that is
@@ -75,23 +79,31 @@ def bench(
         raise click.UsageError(f"--block-bytes {max(block_bytes)} is more than --total {total}")
     figures: list[Figure] = []
     notes: list[str] = []
-    with progress("measuring", len(block_bytes) * rounds * 4) as advance, _capacity_explained(tier):
+    contestants = 3 if against == "client" else 2
+    with progress("measuring", len(block_bytes) * rounds * 2 * contestants) as advance, _capacity_explained(tier):
         for nbytes in block_bytes:
             with ExitStack() as stack:
                 with uninterrupted():
                     store = stack.enter_context(TierUnderTest(tier, nbytes, total, own_name))
-                    raw = stack.enter_context(RawFiles(scratch or _beside(tier, notes), nbytes))
+                    others = [stack.enter_context(other) for other in _others(tier, against, scratch, nbytes, notes)]
                 load = Workload.of(
                     block_bytes=nbytes, total=total, threads=threads, batch_bytes=store.batch_bytes, rounds=rounds
                 )
-                measured, told = race([store, raw], against, load, advance)
+                measured, told = race([store, *others], others[0].name, load, advance)
                 figures += measured
-            notes += [*store.notes, *raw.notes, *told]
+            notes += [*store.notes, *(note for other in others for note in other.notes), *told]
     notes = list(dict.fromkeys(notes))
     if as_json:
         emit_json({"url": str(tier), "against": against, "rounds": rounds, "notes": notes, "results": figures})
     else:
         _show(tier, figures, notes)
+
+
+def _others(tier: TierURL, against: str, scratch: Path | None, block_bytes: int, notes: list[str]) -> list[Contestant]:
+    """What the tier is compared with; ratios refer to the first."""
+    if against == "client":
+        return [BareObstore(tier), BareS3fs(tier)]
+    return [RawFiles(scratch or _beside(tier, notes), block_bytes)]
 
 
 def _beside(tier: TierURL, notes: list[str]) -> Path:
