@@ -54,7 +54,8 @@ def fresh_process(
 
 def block_files(folder: Path, nbytes: int = 1 << 20) -> list[Path]:
     """The files that hold blocks, in the order in which they were written."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size >= nbytes]
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".mdb"]
+    files = [path for path in files if path.stat().st_size >= nbytes]
     return sorted(files, key=lambda path: path.stat().st_mtime_ns)
 
 
@@ -102,7 +103,7 @@ class Damaged:
 
 def serve_with_a_hang(job: dict[str, Any]) -> dict[str, Any]:
     """As the engine's process does; lookups are answered, but every read of a block hangs as on a dead network."""
-    from kvstore.testing import FaultyStore, Hanging
+    from kvstore.testing.faults import FaultyStore, Hanging
     from kvstore.tiering import secondary
 
     opened = secondary.open_store

@@ -80,6 +80,8 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
 def _arguments(job: dict[str, Any]) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": job["model"],
+        # In bfloat16, where a prompt is cut into forwards moves the last bits of its KV, and with them some tokens.
+        "dtype": "float32",
         "max_model_len": 4096,
         "block_size": BLOCK_TOKENS,
         "enforce_eager": True,

@@ -17,14 +17,14 @@ from kvstore.errors import MissingDependencyError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["DTYPE", "model_folder", "tokenize"]
+__all__ = ["model_folder", "tokenize"]
 
-DTYPE = "float32"
-"""In bfloat16 it moves the last bits of the KV how a prompt is cut into forwards, and with them some of the tokens."""
+DTYPE = "bfloat16"
+"""Of the weights as they are kept; what an engine computes in is its own choice."""
 
 
 def model_folder(say: Callable[[str], None]) -> Path:
-    """Where it lies; about 550 MB below the user's cache folder (`XDG_CACHE_HOME`), made on the first call.
+    """Where it lies; about 260 MB below the user's cache folder (`XDG_CACHE_HOME`), made on the first call.
 
     Raises `MissingDependencyError` if the package is not installed, and `WorkerFailed`.
     """
