@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
 import types
 import weakref
 from importlib.metadata import entry_points
+from pkgutil import walk_packages
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +16,7 @@ import vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector as conn
 from engines import build, make_model
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
+import kvstore.vllm
 from kvstore.vllm import KVStoreTier, facts, plugin
 
 if TYPE_CHECKING:
@@ -35,6 +38,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_vllm_finds_it_by_its_entry_point() -> None:
     (found,) = {point.value for point in entry_points(group="vllm.general_plugins") if point.name == "kvstore"}
     assert found == "kvstore.vllm.plugin:register"
+
+
+def test_the_names_a_module_declares_exist() -> None:
+    names = [module.name for module in walk_packages(kvstore.vllm.__path__, "kvstore.vllm.")]
+    assert "kvstore.vllm.demo.engine" in names
+    for module in map(importlib.import_module, (name for name in names if "__main__" not in name)):
+        assert [name for name in getattr(module, "__all__", []) if not hasattr(module, name)] == []
 
 
 def test_the_type_kvstore_is_the_tier() -> None:
