@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -43,4 +43,4 @@ def _reindexing(store: BlockStore) -> Any:
     method = getattr(store, "reindex", None)
     if method is None:
         raise ConfigurationError(f"{store.url} has no catalogue beside its blocks: nothing there needs to be reindexed")
-    return cast("Any", method)
+    return method

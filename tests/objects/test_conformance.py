@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import TYPE_CHECKING
 
 import fsspec
 import pytest
 
 from kvstore import open_store
-from kvstore.testing import StoreTests
+from kvstore.testing import StoreTests, run_against_a_dictionary
+from kvstore.testing.lifetime import open_descriptors
+from kvstore.testing.supply import SPACE, get, write
 from kvstore.url import TierURL
 from kvstore_zarr.metadata import NamespaceTree
 
@@ -32,9 +35,29 @@ class _OnS3(StoreTests):
         else:
             self.objects.objects.put(path_of(url, namespace, key), data)
 
+    def test_a_closed_store_leaves_no_descriptor_open(self, url: str) -> None:
+        """As in the suite, but for a moment: obstore closes connections on threads of its own (4 ms at most, idle)."""
+        before = open_descriptors()
+        for _ in range(2):
+            with open_store(url) as store:
+                store.put_many(SPACE, [write(1)])
+                get(store, [1, 2])
+        deadline = time.monotonic() + 5
+        while open_descriptors() != before and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert open_descriptors() == before
+
 
 class TestSeaweedFS(_OnS3):
     """s3:// with both clients."""
+
+    def test_a_store_answers_as_a_dictionary_would(self, url: str) -> None:
+        run_against_a_dictionary(url, runs=4)  # each step some ten requests; the soak has more of them
+
+    @pytest.mark.soak
+    @pytest.mark.timeout(1800)
+    def test_a_store_answers_as_a_dictionary_would_for_long(self, url: str) -> None:
+        run_against_a_dictionary(url, runs=100, steps=40)
 
     @pytest.fixture
     def url(self, place: str, client: str, server: S3Server) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass
@@ -168,10 +169,14 @@ class ObjectClient(ABC):
                 fault = failed
             except Exception as error:  # clients raise what they like
                 fault = self.fault_of(error)
+                traceback.clear_frames(error.__traceback__)  # of libraries that hold on to what they raise
             pause = FIRST_WAIT_S * 2 ** (attempts - 1) * random.uniform(0.5, 1.0)
             late = time.monotonic() - began + pause > self.timeout - self.attempt_timeout
             if not fault.kind.passing or attempts > RETRIES or late:
-                raise fault
+                try:
+                    raise fault
+                finally:
+                    del fault  # or error, traceback and frame would hold each other, and the caller's buffers
             time.sleep(pause)
 
 

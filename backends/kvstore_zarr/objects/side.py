@@ -48,6 +48,9 @@ def side_by_side(call: Callable[[A], B], items: Sequence[A], width: int = WIDTH)
     work()
     for thread in threads:
         thread.join()
-    if errors:
-        raise errors[0]
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        errors.clear()  # an error and the frame it was raised in would hold each other, and what the items hold
     return [results[number] for number in range(len(items))]

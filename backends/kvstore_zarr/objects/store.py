@@ -221,7 +221,10 @@ class ObjectZarrStore(BlockStore):
         try:
             self._documents.write(tree, keys)
         except RequestFailed as failed:
-            return self._refused(failed)
+            refused = self._refused(failed)
+            if refused is None:
+                raise
+            return refused
         except StoreOpenError as error:
             self._set_aside(tree.namespace.name, error)
             return PutOutcome.FAILED
@@ -249,14 +252,17 @@ class ObjectZarrStore(BlockStore):
                 stored = self._client.put(path, parts, new=refuses)
                 outcome = PutOutcome.STORED if stored else PutOutcome.EXISTS
         except RequestFailed as failed:
-            return self._refused(failed)
+            refused = self._refused(failed)
+            if refused is None:
+                raise
+            return refused
         self._lookup.remember([path])
         return outcome
 
-    def _refused(self, failed: RequestFailed) -> PutOutcome:
-        """What a store that does answer says of one put; raises what says nothing of the block."""
+    def _refused(self, failed: RequestFailed) -> PutOutcome | None:
+        """What a store that does answer says of one put; None for what says nothing of the block."""
         if failed.kind not in (Kind.FULL, Kind.DENIED, Kind.REFUSED, Kind.UNSUPPORTED):
-            raise failed
+            return None
         if failed.kind not in self._told:
             self._told.add(failed.kind)
             _log.warning("%s: a block cannot be stored, and this is said once: %s", self.url, failed)

@@ -1,0 +1,108 @@
+"""What every client shares: one layer of retries within a time, and nothing of a caller's held by an error."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from kvstore import open_store
+from kvstore.errors import TierUnavailable
+from kvstore.testing.proxy import FaultProxy, slow_down
+from kvstore.testing.supply import SPACE, buffer, content, get, key, write
+from kvstore.types import BlockWrite, GetOutcome
+from kvstore_zarr.objects.faults import Kind, RequestFailed, kind_of_status, readable
+from kvstore_zarr.objects.side import side_by_side
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvstore import BlockStore
+    from kvstore.testing.servers import S3Server
+
+
+def test_a_buffer_whose_put_failed_is_nobodys_but_the_callers(server: S3Server, place: str, client: str) -> None:
+    with FaultProxy(server.port) as proxy, open_store(place, client=client, endpoint=proxy.endpoint) as store:
+        store.put_many(SPACE, [write(0)])
+        proxy.plan["PUT"] = slow_down
+        given = np.array(content(1))
+        seen = weakref.ref(given)
+        gc.disable()
+        try:
+            assert is_refused(store, given)  # pytest.raises would hold the error, and the error the frames
+            del given
+            assert seen() is None
+        finally:
+            gc.enable()
+
+
+def is_refused(store: BlockStore, given: NDArray[np.uint8]) -> bool:
+    try:
+        store.put_many(SPACE, [BlockWrite(key(1), buffer(given))])
+    except TierUnavailable:
+        return True
+    return False
+
+
+def test_items_run_side_by_side_in_order_and_the_first_error_ends_them() -> None:
+    begun: list[int] = []
+
+    def call(item: int) -> int:
+        begun.append(item)
+        time.sleep(0.01)
+        if item == 3:
+            raise RequestFailed(Kind.BUSY, "by order")
+        return item * item
+
+    assert side_by_side(lambda item: item * item, range(100)) == [item * item for item in range(100)]
+    with pytest.raises(RequestFailed, match="by order"):
+        side_by_side(call, range(1000), width=4)
+    assert len(begun) < 20
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (404, "NoSuchKey", Kind.MISSING),
+        (404, "NoSuchBucket", Kind.NO_BUCKET),
+        (404, None, Kind.MISSING),
+        (403, "SignatureDoesNotMatch", Kind.DENIED),
+        (403, "RequestTimeTooSkewed", Kind.DENIED),
+        (400, "AuthorizationHeaderMalformed", Kind.WRONG_REGION),
+        (400, "ExpiredToken", Kind.DENIED),
+        (301, "PermanentRedirect", Kind.WRONG_REGION),
+        (412, "PreconditionFailed", Kind.EXISTS),
+        (409, "OperationAborted", Kind.BUSY),
+        (503, "SlowDown", Kind.BUSY),
+        (502, None, Kind.BUSY),
+        (507, "XMinioStorageFull", Kind.FULL),
+        (501, "NotImplemented", Kind.UNSUPPORTED),
+        (400, "InvalidRequest", Kind.REFUSED),
+        (None, None, None),
+    ],
+)
+def test_a_status_and_a_code_have_one_meaning(status: int | None, code: str | None, kind: Kind | None) -> None:
+    assert kind_of_status(status, code) is kind
+
+
+def test_a_clients_message_is_shown_without_signatures_names_and_markup() -> None:
+    said = readable(
+        "Error performing GET https://me:pw@host/container/path?sv=1&sig=SECRET in 3ms - 403: <?xml version='1.0'?>\n"
+        "<Error><Code>AuthenticationFailed</Code><RequestId>1</RequestId></Error>\n\nDebug source:\nsig=SECRET"
+    )
+    assert said == "Error performing GET https://***@host/container/path in 3ms - 403: AuthenticationFailed"
+
+
+def test_a_store_is_served_again_after_many_errors(server: S3Server, place: str, client: str) -> None:
+    with FaultProxy(server.port) as proxy, open_store(place, client=client, endpoint=proxy.endpoint) as store:
+        store.put_many(SPACE, [write(0)])
+        proxy.plan["GET"] = slow_down
+        for _ in range(5):
+            with pytest.raises(TierUnavailable):
+                get(store, [0])
+        proxy.plan.clear()
+        assert get(store, [0]) == [GetOutcome.HIT]
