@@ -158,6 +158,7 @@ __all__ = [
     "rows_of",
     "stored_event",
     "vllm_version",
+    "windows_of",
 ]
 
 log = logging.getLogger(__name__)
@@ -208,9 +209,27 @@ def longest_request(spec: OffloadingSpec) -> int:
     told = int(getattr(spec.config.model, "max_model_len", 0))
     if told:
         return told
+    return int(getattr(_captured(spec), "max_model_len", 0))
+
+
+def windows_of(spec: OffloadingSpec) -> list[int | None]:
+    """By KV-cache group, how many of a request's last keys are of use, which tiers are told from 0.33 on; None: all."""
+    return [_window(spec, group, index) for index, group in enumerate(spec.config.groups)]
+
+
+def _window(spec: OffloadingSpec, group: Any, index: int) -> int | None:
+    if hasattr(group, "sliding_window_size_in_chunks"):
+        return cast("int | None", group.sliding_window_size_in_chunks)
+    known = getattr(_captured(spec), "groups", ())
+    number = getattr(group, "group_id", index)
+    tokens = known[number].window if number < len(known) else None
+    return None if tokens is None else -(-tokens // chunk_tokens(spec)[index])
+
+
+def _captured(spec: OffloadingSpec) -> object:
     from kvstore.vllm.plugin import captured
 
-    return int(getattr(captured(spec.config.engine_id), "max_model_len", 0))
+    return captured(spec.config.engine_id)
 
 
 def rows_of(job: TransferJob) -> list[int]:

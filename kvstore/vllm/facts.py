@@ -4,7 +4,8 @@
 and nothing of vLLM's own, so that no model's configuration is kept alive. Values are read from vLLM's objects as they
 were resolved (an `auto` has become a dtype, an override is in the model's configuration), not from what was asked for.
 
-What is not in here on purpose: engine id, paths, host, sizes of caches and pools, the longest request, scheduling.
+What is not in here on purpose: engine id, paths, host, sizes of caches and pools, scheduling. The longest request and
+the reach of a group's attention are for sizing alone (`sizing.py`), no part of anybody's identity.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ class GroupFacts:
     kind: str
     fields: Mapping[str, Any]
     """By layer kind where layers differ; JSON values."""
+    window: int | None = None
+    """Tokens that its attention reaches back, so that older blocks are of no use; None: to the front. Not identity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,8 @@ class EngineFacts:
     """Why blocks of equal keys may differ although everything here agrees; the operator has to vouch for them."""
     unique: tuple[str, ...]
     """Why no other process, not even the same after a restart, can ever use these blocks."""
+    max_model_len: int
+    """Tokens of the longest request. Not identity."""
 
 
 def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
@@ -112,6 +117,7 @@ def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         keys=keys,
         doubts=_doubts(vllm_config),
         unique=_unique(vllm_config, keys),
+        max_model_len=int(model.max_model_len),
     )
 
 
@@ -171,9 +177,22 @@ def _group(spec: Any) -> GroupFacts:
     """A wrapper over layers of several kinds is what the scheduler's configuration flattens; both are read alike."""
     layers: Mapping[str, Any] = getattr(spec, "kv_cache_specs", None) or {"": spec}
     kinds = {json.dumps(_spec(each), sort_keys=True): type(each).__name__ for each in layers.values()}
+    windows = [_window(each) for each in layers.values()]
     return GroupFacts(
-        " + ".join(kinds.values()), json.loads(next(iter(kinds))) if len(kinds) == 1 else {"each": sorted(kinds)}
+        kind=" + ".join(kinds.values()),
+        fields=json.loads(next(iter(kinds))) if len(kinds) == 1 else {"each": sorted(kinds)},
+        window=None if None in windows else max(cast("list[int]", windows)),
     )
+
+
+def _window(spec: Any) -> int | None:
+    """As vLLM's scheduler looks at it; of a recurrent state the last one is enough."""
+    kinds = vllm_module("v1.kv_cache_interface")
+    if isinstance(spec, kinds.SlidingWindowSpec):
+        return int(cast("Any", spec).sliding_window)
+    if isinstance(spec, kinds.ChunkedLocalAttentionSpec):
+        return int(cast("Any", spec).attention_chunk_size)
+    return 1 if isinstance(spec, kinds.MambaSpec) else None
 
 
 def _spec(spec: Any) -> dict[str, Any]:

@@ -7,9 +7,10 @@ fit, the tier serves the front of its prefix and the rest is computed.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvstore.url import format_size
+from kvstore.vllm._compat import chunk_tokens, longest_request, windows_of
 
 if TYPE_CHECKING:
     from kvstore.vllm._compat import OffloadingSpec
@@ -19,26 +20,25 @@ __all__ = ["last_token", "rows_of_longest_request", "warn_if_small"]
 log = logging.getLogger(__name__)
 
 
-def rows_of_longest_request(config: Any, max_model_len: int) -> int:
-    """Rows that the blocks of `max_model_len` tokens take, over all KV-cache groups; `config` is vLLM's."""
+def rows_of_longest_request(spec: OffloadingSpec, max_model_len: int) -> int:
+    """Rows that the blocks of `max_model_len` tokens take, over all KV-cache groups."""
     total = 0
-    for group in config.groups:
-        chunks = -(-max_model_len // (group.tokens_per_block * config.cache.blocks_per_chunk))
-        window = getattr(group, "sliding_window_size_in_chunks", None)
+    for tokens, window in zip(chunk_tokens(spec), windows_of(spec), strict=True):
+        chunks = -(-max_model_len // tokens)
         total += chunks if window is None else min(chunks, window)
     return total
 
 
-def last_token(config: Any, rows: int) -> float:
+def last_token(spec: OffloadingSpec, rows: int) -> float:
     """How far into a prompt blocks can be loaded, in tokens; infinity where its groups do not all keep everything."""
-    if len(config.groups) > 1 or getattr(config.groups[0], "sliding_window_size_in_chunks", None) is not None:
-        return float("inf")
-    return float(rows * config.groups[0].tokens_per_block * config.cache.blocks_per_chunk)
+    tokens, windows = chunk_tokens(spec), windows_of(spec)
+    return float(rows * tokens[0]) if windows == [None] else float("inf")
 
 
-def warn_if_small(spec: OffloadingSpec, rows: int, row_bytes: int, max_model_len: int) -> None:
-    """Log a warning if the longest request needs more than `rows`; `max_model_len` of 0: not known, nothing is said."""
-    wanted = rows_of_longest_request(spec.config, max_model_len)
+def warn_if_small(spec: OffloadingSpec, rows: int, row_bytes: int) -> None:
+    """Log a warning if the longest request needs more than `rows`; where its length is not known, nothing is said."""
+    max_model_len = longest_request(spec)
+    wanted = rows_of_longest_request(spec, max_model_len)
     if wanted > rows:
         log.warning(
             "cpu_bytes_to_use holds %d blocks, %s, but a request of max_model_len=%d tokens has %d: of longer prefixes"

@@ -34,7 +34,6 @@ from kvstore.vllm._compat import (
     base_arguments,
     check_version,
     chunk_tokens,
-    longest_request,
     positions_of,
     rows_of,
     stored_event,
@@ -102,9 +101,9 @@ class KVStoreTier(SecondaryTierManager):
         rows, row_bytes = primary_kv_view.shape or (0, 0)
         self._tier = chosen.open(_namespace(offloading_spec, row_bytes, chosen.namespace))
         self.url = self._tier.url
-        warn_if_small(offloading_spec, rows, row_bytes, longest_request(offloading_spec))
+        warn_if_small(offloading_spec, rows, row_bytes)
         self._lookups = Lookups(self._tier.ask, rows, self._beyond_primary)
-        self._last_token = last_token(offloading_spec.config, rows)
+        self._last_token = last_token(offloading_spec, rows)
         self._jobs = Jobs()
         self._requests = Requests(self._tier, chunk_tokens(offloading_spec))
         self._metrics = Metrics(chosen.url)

@@ -6,11 +6,13 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import engines
 import pytest
 from driver import Driver, keys, kvstore_tier, offloading_config
+from engines import make_model, offloading_spec
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.kv_offload.base import Locality
 from vllm.v1.kv_offload.tiering import base as tiering_base
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
@@ -19,9 +21,10 @@ from kvstore import PutOutcome, open_store
 from kvstore.errors import ConfigurationError, InvalidOptionError, StoreOpenError, UnknownOptionError
 from kvstore.testing.faults import FaultyStore, failing
 from kvstore.vllm import _compat
+from kvstore.vllm._compat import windows_of
 from kvstore.vllm.lookups import block_key
 from kvstore.vllm.options import KNOWN
-from kvstore.vllm.sizing import rows_of_longest_request
+from kvstore.vllm.sizing import last_token, rows_of_longest_request
 
 PROMPT = keys(6)
 
@@ -156,22 +159,50 @@ def test_a_store_that_fails_is_reported_as_failed(monkeypatch: pytest.MonkeyPatc
         assert getattr(results[1], "transfer_bytes", 6 * 8192) == 6 * 8192
 
 
-@pytest.mark.parametrize(("model_len", "warns"), [(16 * 16, False), (17 * 16, True), (0, False)])
+@pytest.mark.parametrize(("model_len", "warns"), [(4 * 32, False), (4 * 32 + 1, True)])
 def test_too_little_primary_memory_is_said_at_the_start(
-    model_len: int, warns: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    model_len: int, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.vllm.plugin.captured", lambda _engine: SimpleNamespace(max_model_len=model_len))
-    monkeypatch.setattr("kvstore.vllm.tier.longest_request", lambda _spec: model_len)
+    """Up to 0.32 nobody tells a tier how long a request may be: the plugin has seen it."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    offload = {"cpu_bytes_to_use": 4 * 8192, "secondary_tiers": [entry()]}
+    spec = offloading_spec(make_model(tmp_path / "model"), max_model_len=model_len, offload=offload)
+    with caplog.at_level(logging.WARNING):
+        spec.get_manager().shutdown()
+    said = f"cpu_bytes_to_use holds 4 blocks, 32.8 kB, but a request of max_model_len={model_len} tokens has 5"
+    assert (said in caplog.text) is warns
+    assert ("cpu_bytes_to_use" in caplog.text) is warns
+
+
+def test_where_the_longest_request_is_not_known_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), Driver([entry()], rows=16):
         pass
-    assert ("cpu_bytes_to_use holds 16 blocks" in caplog.text) is warns
+    assert "cpu_bytes_to_use" not in caplog.text
 
 
-def test_sliding_windows_and_groups_count_for_what_they_keep() -> None:
-    full = SimpleNamespace(tokens_per_block=16)
-    window = SimpleNamespace(tokens_per_block=16, sliding_window_size_in_chunks=3)
-    config = SimpleNamespace(groups=[full, window], cache=SimpleNamespace(blocks_per_chunk=2))
-    assert rows_of_longest_request(config, 1000) == 32 + 3
+def test_sliding_windows_and_groups_count_for_what_they_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(tmp_path / "model")
+    full = offloading_spec(model)
+    assert (rows_of_longest_request(full, 1000), last_token(full, 8)) == (32, 8 * 32)
+    specs = engines._specs
+
+    def with_window(config: Any) -> dict[str, Any]:
+        first, *others = specs(config).items()
+        spec = first[1]
+        window = SlidingWindowSpec(
+            block_size=spec.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            dtype=spec.dtype,
+            sliding_window=70,
+        )
+        return {first[0]: window, **dict(others)}
+
+    monkeypatch.setattr(engines, "_specs", with_window)
+    mixed = offloading_spec(model, offload={"blocks_per_chunk": 2})
+    assert sorted(windows_of(mixed), key=str) == [2, None]
+    assert rows_of_longest_request(mixed, 1000) == 16 + 2
+    assert last_token(mixed, 8) == float("inf")
 
 
 @pytest.mark.parametrize(("found", "warned"), [("0.33.4", 0), ("0.34.0rc1", 1), ("1.2", 1), ("0.28.0", 0)])
