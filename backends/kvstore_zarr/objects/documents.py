@@ -14,7 +14,6 @@ import numpy as np
 
 from kvstore_zarr.metadata import METADATA_NAME, parse_namespace
 from kvstore_zarr.objects.faults import Kind, RequestFailed
-from kvstore_zarr.objects.side import side_by_side
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -52,22 +51,28 @@ class Documents:
         data = self._client.get(path)
         return None if data is None else parse_namespace(bytes(data), name, path)
 
-    def write(self, tree: NamespaceTree, keys: Iterable[BlockKey]) -> None:
-        """See that the documents of the folders of `keys` are there. Raises `RequestFailed`, and what `read` raises."""
+    def prepare(self, tree: NamespaceTree, keys: Iterable[BlockKey]) -> dict[str, bytes]:
+        """Put the namespace's manifest, if need be; the other documents that the folders of `keys` still want.
+
+        Those are for `write`, beside the blocks. Raises `RequestFailed`, and what `read` raises.
+        """
         now = time.monotonic()
         needed: dict[str, bytes] = {}
         for key in keys:
             needed |= tree.documents(key)
         missing = {path: text for path, text in needed.items() if self._known.get(path, 0.0) <= now}
-        if not missing:
-            return
         manifest = f"{tree.namespace.name}/{METADATA_NAME}"
-        with self._lock:  # the first one finds out what the store does, the others wait to know
-            text = missing.pop(manifest, None)
-            if text is not None and self._known.get(manifest, 0.0) <= now:
-                self._write_manifest(tree, manifest, text)
-        side_by_side(lambda path: self._put(path, missing[path]), list(missing))
-        self._known |= dict.fromkeys(missing, now + BELIEVED_S)
+        text = missing.pop(manifest, None)
+        if text is not None:
+            with self._lock:  # the first one finds out what the store does, the others wait to know
+                if self._known.get(manifest, 0.0) <= now:
+                    self._write_manifest(tree, manifest, text)
+        return missing
+
+    def write(self, path: str, text: bytes) -> None:
+        """Put one of the documents that `prepare` named. Raises `RequestFailed`."""
+        self._put(path, text)
+        self._known[path] = time.monotonic() + BELIEVED_S
 
     def _write_manifest(self, tree: NamespaceTree, path: str, text: bytes) -> None:
         stored = self._put(path, text)

@@ -11,6 +11,7 @@ import itertools
 import logging
 import time
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -114,13 +115,19 @@ class ObjectZarrStore(BlockStore):
             if self._readonly or namespace.name in self._aside:
                 return [PutOutcome.FAILED] * len(blocks)
             tree = self._tree(namespace)
-            refused = self._write_documents(tree, [block.key for block in blocks])
-            if refused is not None:
-                return [refused] * len(blocks)
             first: dict[BlockKey, tuple[BlockWrite, NDArray[np.uint8]]] = {}
             for block, data in checked:
                 first.setdefault(block.key, (block, data))
-            outcomes = self._each(lambda key: self._put(tree, *first[key]), list(first))
+            documents, refused = self._prepare(tree, list(first))
+            if refused is not None:
+                return [refused] * len(blocks)
+            # Beside the blocks, not before them: kvstore finds a block without the documents of its folder.
+            work = [
+                *(partial(self._write_document, path, text) for path, text in documents.items()),
+                *(partial(self._put, tree, *one) for one in first.values()),
+            ]
+            results = side_by_side(lambda put: put(), work, TRANSFERS)
+            outcomes = dict(zip(first, results[len(documents) :], strict=True))
         return [
             PutOutcome.EXISTS
             if first[block.key][0] is not block and outcomes[block.key].present
@@ -216,19 +223,28 @@ class ObjectZarrStore(BlockStore):
 
     # One block
 
-    def _write_documents(self, tree: NamespaceTree, keys: Sequence[BlockKey]) -> PutOutcome | None:
-        """None, or what became of the blocks whose documents cannot be written."""
+    def _prepare(self, tree: NamespaceTree, keys: Sequence[BlockKey]) -> tuple[dict[str, bytes], PutOutcome | None]:
+        """The documents that want to be written beside the blocks; or what becomes of the blocks without a manifest."""
         try:
-            self._documents.write(tree, keys)
+            return self._documents.prepare(tree, keys), None
+        except RequestFailed as failed:
+            refused = self._refused(failed)
+            if refused is None:
+                raise
+            return {}, refused
+        except StoreOpenError as error:
+            self._set_aside(tree.namespace.name, error)
+            return {}, PutOutcome.FAILED
+
+    def _write_document(self, path: str, text: bytes) -> PutOutcome:
+        try:
+            self._documents.write(path, text)
         except RequestFailed as failed:
             refused = self._refused(failed)
             if refused is None:
                 raise
             return refused
-        except StoreOpenError as error:
-            self._set_aside(tree.namespace.name, error)
-            return PutOutcome.FAILED
-        return None
+        return PutOutcome.STORED
 
     def _put(self, tree: NamespaceTree, block: BlockWrite, data: NDArray[np.uint8]) -> PutOutcome:
         path, frame = tree.block(block.key), tree.frames[block.key.group]
