@@ -63,7 +63,7 @@ class Hints:
     """For one store. Threads: one, the manager's, makes all calls. `under_way` are its calls, by kind."""
 
     def __init__(self, store: BlockStore, namespace: Namespace, counters: Counters) -> None:
-        self._store, self._namespace, self._counters = store, namespace, counters
+        self._store, self.namespace, self._counters = store, namespace, counters
         self._used: _Notes[Collection[BlockKey]] = _Notes()
         self._said: _Notes[tuple[Mark, Collection[BlockKey]]] = _Notes()
         self.under_way: dict[type[TierJob], TierJob] = {}
@@ -93,9 +93,9 @@ class Hints:
     def submit(self, pool: TransferPool[TierJob]) -> None:
         """Hand over what was noted, unless a call of that kind is under way."""
         if self._used.notes and Touch not in self.under_way:
-            self._start(pool, Touch(self._store, self._namespace, self._used.take()))
+            self._start(pool, Touch(self._store, self.namespace, self._used.take()))
         if self._said.notes and Marking not in self.under_way:
-            self._start(pool, Marking(self._store, self._namespace, self._said.take()))
+            self._start(pool, Marking(self._store, self.namespace, self._said.take()))
 
     def _start(self, pool: TransferPool[TierJob], hint: TierJob) -> None:
         self.under_way[type(hint)] = hint

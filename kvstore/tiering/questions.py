@@ -30,7 +30,7 @@ class Questions:
         self, store: BlockStore, namespace: Namespace, timeout: float, counters: Counters, breaker: Breaker
     ) -> None:
         self._store = store
-        self._namespace = namespace
+        self.namespace = namespace
         self._timeout = timeout
         self._counters = counters
         self._breaker = breaker
@@ -55,7 +55,7 @@ class Questions:
     def submit(self) -> None:
         """Ask what was noted, unless a call is under way."""
         if self._noted and self._asking is None:
-            self._asking = Lookup(self._store, self._namespace, list(self._noted))
+            self._asking = Lookup(self._store, self.namespace, list(self._noted))
             self._noted.clear()
             self._thread.submit(self._asking)
 

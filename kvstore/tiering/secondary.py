@@ -121,6 +121,13 @@ class SecondaryTier:
         self.backlog_bytes = min(self.backlog_bytes, (staging.buffers - staging.share) * staging.buffer_bytes)
         return staging
 
+    def use(self, namespace: Namespace) -> None:
+        """Blocks are those of `namespace` from now on, its layouts being the same: for who learns it from the first key.
+
+        A call that is under way ends as it began.
+        """
+        self._namespace = self._questions.namespace = self._hints.namespace = namespace
+
     # Notes, taken at once and handed on by `submit`.
 
     def ask(self, keys: Iterable[BlockKey]) -> None:

@@ -52,13 +52,11 @@ class IdentityError(ConfigurationError):
     """Which engines may share this engine's blocks cannot be found out, or none ever could."""
 
 
-def namespace_of(
-    spec: OffloadingSpec, row_bytes: int, *, digest_bytes: int | None = None, override: str | None = None
-) -> Namespace:
+def namespace_of(spec: OffloadingSpec, row_bytes: int, *, override: str | None = None) -> Namespace:
     """What this engine's blocks have in common with those of others.
 
-    `row_bytes`: bytes of a row of primary memory, padding included. `digest_bytes`: length of the block hashes, where
-    it is known better than from the engine's configuration. `override`: the operator's name for the weights.
+    `row_bytes`: bytes of a row of primary memory, padding included. `override`: the operator's name for the weights.
+    Where the engine was not seen into, digests are taken to be as long as those of `USUAL_HASH`.
 
     Reads the model's files (about 1.6 % of them) unless they are a snapshot of the hub or `override` is given. Raises
     `IdentityError`. Thread-safe.
@@ -76,7 +74,7 @@ def namespace_of(
         layouts=(BlockLayout.opaque(row_bytes),) * (1 + max(_group_ids(config))),
         block_tokens=config.groups[0].tokens_per_block * config.cache.blocks_per_chunk,
         key_scheme=f"vllm-{keys.algorithm}",
-        digest_bytes=digest_bytes or keys.digest_bytes,
+        digest_bytes=keys.digest_bytes,
         extra=extra,
     )
 

@@ -19,11 +19,14 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvstore.errors import ShutdownTimeout
+from kvstore.namespace import MAX_DIGEST_BYTES, MIN_DIGEST_BYTES
 from kvstore.tiering.primary import Slot
 from kvstore.vllm._compat import (
     Locality,
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvstore.namespace import Namespace
     from kvstore.tiering.secondary import TierReport
     from kvstore.vllm._compat import (
         JobResult,
@@ -99,7 +103,8 @@ class KVStoreTier(SecondaryTierManager):
         chosen = TierOptions.of(options)
         self.locality = None if chosen.locality is None else Locality(chosen.locality)
         rows, row_bytes = primary_kv_view.shape or (0, 0)
-        self._tier = chosen.open(_namespace(offloading_spec, row_bytes, chosen.namespace))
+        self._namespace = _namespace(offloading_spec, row_bytes, chosen.namespace)
+        self._tier = chosen.open(self._namespace)
         self.url = self._tier.url
         warn_if_small(offloading_spec, rows, row_bytes)
         self._lookups = Lookups(self._tier.ask, rows, self._beyond_primary)
@@ -107,6 +112,7 @@ class KVStoreTier(SecondaryTierManager):
         self._jobs = Jobs()
         self._requests = Requests(self._tier, chunk_tokens(offloading_spec))
         self._metrics = Metrics(chosen.url)
+        self._seen_keys = False
         self._events: list[OffloadingEvent] | None = [] if _announces(offloading_spec, chosen) else None
         # After everything that can fail: an error's traceback would keep vLLM's memory from being unmapped.
         self._rows: NDArray[np.uint8] | None = np.frombuffer(primary_kv_view, np.uint8).reshape(rows, row_bytes)
@@ -120,6 +126,7 @@ class KVStoreTier(SecondaryTierManager):
 
     def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
         """RETRY until the store has answered, or has not in time."""
+        self._see(key)
         found = self._lookups.find(key, req_context)
         if found is None:
             return LookupResult.RETRY
@@ -127,6 +134,7 @@ class KVStoreTier(SecondaryTierManager):
 
     def touch(self, keys: Collection[bytes], req_context: ReqContext) -> None:
         """A use; up to vLLM 0.30 somebody calls this."""
+        self._see(*islice(keys, 1))
         self._requests.touched(req_context, keys)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -242,6 +250,16 @@ class KVStoreTier(SecondaryTierManager):
         self._rows = None
         gc.collect()  # an exception that is part of a cycle may have a row in its frames
 
+    def _see(self, *keys: bytes) -> None:
+        """How long digests are is a guess where the plugin has not seen the engine; the first key tells."""
+        if self._seen_keys or not keys:
+            return
+        self._seen_keys = True
+        digest_bytes = len(block_key(keys[0]).digest)
+        if MIN_DIGEST_BYTES <= digest_bytes <= MAX_DIGEST_BYTES and digest_bytes != self._namespace.digest_bytes:
+            self._namespace = replace(self._namespace, digest_bytes=digest_bytes)
+            self._tier.use(self._namespace)
+
     def _beyond_primary(self, key: bytes, request: ReqContext) -> bool:
         return positions_of(request).get(key, 0) > self._last_token
 
@@ -249,6 +267,7 @@ class KVStoreTier(SecondaryTierManager):
         rows = self._rows
         if rows is None:  # after shutdown nothing is lent
             return []
+        self._see(*islice(job.keys, 1))
         return [Slot(row, block_key(key), rows[row]) for key, row in zip(job.keys, rows_of(job), strict=True)]
 
     def _take(self, report: TierReport) -> None:
@@ -276,7 +295,7 @@ def _announces(spec: OffloadingSpec, chosen: TierOptions) -> bool:
     return wanted and published
 
 
-def _namespace(spec: OffloadingSpec, row_bytes: int, override: str | None) -> Any:
+def _namespace(spec: OffloadingSpec, row_bytes: int, override: str | None) -> Namespace:
     from kvstore.vllm.identity import namespace_of
 
-    return namespace_of(spec, row_bytes, digest_bytes=None, override=override)
+    return namespace_of(spec, row_bytes, override=override)

@@ -272,8 +272,7 @@ def test_an_engine_that_was_not_seen_into_is_refused_unless_it_is_named(
     with pytest.raises(IdentityError, match="VLLM_PLUGINS=lora_hf_hub_resolver leaves out"):
         namespace_of(spec, 4096)
     blind = namespace_of(spec, 4096, override="mine")
-    assert blind.digest_bytes == 32
-    assert namespace_of(spec, 4096, override="mine", digest_bytes=16).digest_bytes == 16
+    assert blind.digest_bytes == 32, "until the first key shows how long they are"
     assert vllm.__version__ in blind.extra["attention"]
 
 

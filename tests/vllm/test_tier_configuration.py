@@ -205,6 +205,39 @@ def test_sliding_windows_and_groups_count_for_what_they_keep(tmp_path: Path, mon
     assert last_token(mixed, 8) == float("inf")
 
 
+@pytest.mark.parametrize("digest_bytes", [16, 20, 32, 64])
+def test_blocks_are_shared_whatever_hash_names_them_where_nobody_said_which(digest_bytes: int, tmp_path: Path) -> None:
+    tiers = [kvstore_tier(f"file://{tmp_path}/tier")]
+    names = keys(6, digest_bytes=digest_bytes)
+    with Driver(tiers) as engine:
+        assert engine.load(names) == 0
+        assert engine.store(names) == 6
+        engine.evict_all()
+        assert engine.tiers[0]._tier.stats().failed_calls == 0
+        assert engine.load(names) == 6
+    with Driver(tiers) as engine:
+        assert engine.load(names) == 6
+        stats = engine.tiers[0]._tier.stats()
+    assert (stats.failed_calls, stats.failed_loads) == (0, 0)
+    with open_store(f"file://{tmp_path}/tier") as store:
+        assert [namespace.digest_bytes for namespace in store.namespaces()] == [digest_bytes]
+
+
+def test_a_store_may_be_the_first_that_shows_a_key(tmp_path: Path) -> None:
+    with Driver([kvstore_tier(f"file://{tmp_path}/tier")]) as engine:
+        engine.store(keys(6, digest_bytes=16))
+        assert engine.tiers[0]._tier.stats().stores == 6
+
+
+def test_names_that_no_store_takes_are_misses_and_no_error() -> None:
+    with Driver([entry()]) as engine:
+        names = keys(6, digest_bytes=8)
+        engine.store(names)
+        engine.evict_all()
+        assert engine.load(names) == 0
+        assert engine.tiers[0]._tier.stats().failed_calls > 0
+
+
 @pytest.mark.parametrize(("found", "warned"), [("0.33.4", 0), ("0.34.0rc1", 1), ("1.2", 1), ("0.28.0", 0)])
 def test_an_unknown_version_is_tried_with_one_warning(
     found: str, warned: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
