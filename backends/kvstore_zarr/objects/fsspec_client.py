@@ -39,7 +39,9 @@ _fsspec: Any = importlib.import_module("fsspec")  # which has no types
 _asyn: Any = importlib.import_module("fsspec.asyn")
 
 _DRAFTS = ".drafts"
-_ATOMIC = ("s3", "s3a", "gs", "gcs", "az", "abfs", "memory", "oss", "http", "https")
+_WITHOUT_FOLDERS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "oss")
+"""Protocols of object stores."""
+_ATOMIC = (*_WITHOUT_FOLDERS, "memory")
 """Protocols of which a write is one step."""
 _TAKE_MODE = ("s3", "s3a")
 """Protocols that refuse to overwrite when they are told not to."""
@@ -160,7 +162,7 @@ class FsspecClient(ObjectClient):
             raise
 
     def _make_folder(self, folder: str) -> None:
-        if folder not in self._made and self._protocol not in ("gs", "gcs", "az", "abfs", "oss"):
+        if folder not in self._made and self._protocol not in _WITHOUT_FOLDERS:
             self.call("makedirs", folder, exist_ok=True)
             self._made.add(folder)
 

@@ -1,0 +1,86 @@
+"""What fsspec reaches beyond object stores: a web server, which is only read, and a chain of file systems."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore import open_store
+from kvstore.errors import StoreOpenError, UnknownSchemeError
+from kvstore.testing.servers import free_port
+from kvstore.testing.supply import SPACE, get, held, keys, write, writes
+from kvstore.types import GetOutcome, PutOutcome
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+HIT, MISS, CORRUPT = GetOutcome.HIT, GetOutcome.MISS, GetOutcome.CORRUPT
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """Without a line on stderr for each request."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[str]:
+    """`http://` of a local tier's folder, as any web server shows it."""
+    with open_store(f"file://{tmp_path}/tier") as store:
+        store.put_many(SPACE, writes(range(5)))
+    handler = functools.partial(Quiet, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/tier"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_tier_on_a_web_server_is_read_and_checked(web: str, tmp_path: Path) -> None:
+    damaged = sorted((tmp_path / "tier" / SPACE.name).rglob("*.0"))[0]
+    with open_store(web) as store:
+        assert store.contains_many(SPACE, keys(range(7))) == [True] * 5 + [False] * 2
+        assert get(store, range(7)) == [HIT] * 5 + [MISS] * 2
+        assert store.namespaces() == [SPACE]
+        assert held(store) == set(keys(range(5)))
+        damaged.write_bytes(b"\0" * damaged.stat().st_size)
+        assert sorted(str(outcome) for outcome in get(store, range(5))) == [str(CORRUPT)] + [str(HIT)] * 4
+    assert damaged.exists()
+
+
+def test_nothing_is_written_to_a_web_server(web: str) -> None:
+    with open_store(web) as store:
+        assert store.put_many(SPACE, [write(9)]) == [PutOutcome.FAILED]
+        assert store.delete_many(SPACE, keys([1])) == [False]
+        assert get(store, [1]) == [HIT]
+
+
+def test_a_web_server_that_is_down_is_said() -> None:
+    with pytest.raises(StoreOpenError, match="cannot be reached"):
+        open_store(f"http://127.0.0.1:{free_port()}/tier")
+
+
+def test_a_chain_keeps_copies_of_what_was_read(place: str, tmp_path: Path) -> None:
+    with open_store(place) as store:
+        store.put_many(SPACE, writes(range(3)))
+    copies = tmp_path / "copies"
+    with open_store(f"simplecache::{place}", storage_options={"simplecache": {"cache_storage": str(copies)}}) as store:
+        assert store.namespaces() == [SPACE]
+        assert get(store, range(4)) == [HIT, HIT, HIT, MISS]
+        assert len(list(copies.iterdir())) >= 3
+        assert store.put_many(SPACE, [write(3), write(0)]) == [PutOutcome.STORED, PutOutcome.EXISTS]
+    with open_store(place) as store:
+        assert get(store, range(4)) == [HIT] * 4
+
+
+@pytest.mark.parametrize("url", ["nosuch::s3://bucket", "zarr+nosuch://bucket", "lmdb+s3://bucket"])
+def test_a_protocol_that_fsspec_does_not_know_is_no_backend(url: str) -> None:
+    with pytest.raises(UnknownSchemeError):
+        open_store(url)
