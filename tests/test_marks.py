@@ -380,7 +380,20 @@ def test_a_store_that_hangs_or_fails_costs_marks_and_nothing_else(tier: tuple[Se
     for number in range(40):
         secondary.mark(keys(range(2000 * number, 2000 * number + 2000)), Mark("b"))
         secondary.submit()
-    assert secondary.stats().marks_dropped == 8 * 2000  # the first ones
+    assert secondary.stats().marks_dropped == 1 + 8 * 2000  # what failed, and the first of those that waited
     hanging.release()
     until(secondary, lambda: secondary.idle)
     assert next(store.scan(SPACE)).marks == (PIN,)
+
+
+def test_what_a_tier_that_closes_did_not_come_to_say_is_counted(tier: tuple[SecondaryTier, FaultyStore]) -> None:
+    secondary, store = tier
+    store.plan["touch"] = hanging = Hanging()
+    secondary.touch(keys([1]))
+    until(secondary, lambda: hanging.waiting == ["touch"])  # on the only thread that takes hints
+    secondary.mark(keys([1, 2, 3]), PIN)
+    secondary.submit()
+    secondary.mark(keys([4, 5]), PIN)
+    secondary.cancel()
+    assert secondary.stats().marks_dropped == 5
+    hanging.release()

@@ -44,7 +44,7 @@ class TierStats:
     pins_refused: int = 0
     """Those of them that were to be pinned and are not, for want of room for pins."""
     marks_dropped: int = 0
-    """Blocks of which something was said that a busy tier could not take."""
+    """Blocks of which something was said that the store was not told: it was busy, it failed, or it is left alone."""
     bytes_loaded: int = 0
     bytes_stored: int = 0
     load_seconds: float = 0.0

@@ -1,8 +1,9 @@
 """What a secondary tier is told beside transfers: blocks that were used, and what requests say of blocks.
 
 Noted on the manager's thread, handed to the transfer threads when those have nothing better to do, one call of each
-kind at a time; only there is any key looked at. Both are of use and neither is needed: what a busy tier cannot take is
-dropped, and nobody waits.
+kind at a time; only there is any key looked at. Both are of use and neither is needed: what a tier cannot take that is
+busy, closed or left alone is dropped, and nobody waits. Uses are forgotten silently, since each later one says the same
+again. What was said of blocks is counted: a pin that got lost is something that its owner should know.
 """
 
 from __future__ import annotations
@@ -53,10 +54,11 @@ class _Notes(Generic[T]):
         self.clear()
         return taken
 
-    def clear(self) -> None:
-        """Forget them."""
+    def clear(self) -> int:
+        """Forget them; how many keys they were about."""
+        keys, self.keys = self.keys, 0
         self.notes.clear()
-        self.keys = 0
+        return keys
 
 
 class Hints:
@@ -106,7 +108,9 @@ class Hints:
         self.under_way.pop(type(hint), None)
         if hint.error is not None:
             self._counters.failed("touch" if isinstance(hint, Touch) else "mark", hint.error)
-        if isinstance(hint, Marking) and hint.outcomes:
+        if isinstance(hint, Marking) and hint.error is not None:
+            self._counters.add(marks_dropped=hint.blocks)
+        elif isinstance(hint, Marking):
             unpinned = hint.outcomes.count(MarkOutcome.UNPINNED)
             self._counters.add(marked=hint.outcomes.count(MarkOutcome.MARKED) + unpinned, pins_refused=unpinned)
             if unpinned:
@@ -115,7 +119,10 @@ class Hints:
     def cancel(self, pool: TransferPool[TierJob]) -> None:
         """Forget what was noted and what has not begun."""
         self._used.clear()
-        self._said.clear()
+        dropped = self._said.clear()
         for kind, hint in list(self.under_way.items()):
             if pool.cancel(hint):
                 del self.under_way[kind]
+                dropped += hint.blocks if isinstance(hint, Marking) else 0
+        if dropped:
+            self._counters.add(marks_dropped=dropped)

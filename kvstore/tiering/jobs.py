@@ -32,7 +32,7 @@ from kvstore.tiering.transfer import Job, Once
 from kvstore.types import BlockRead, BlockWrite, GetOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from kvstore.abc import BlockStore
     from kvstore.marks import Mark, MarkOutcome
@@ -84,10 +84,11 @@ class Marking(TierJob):
     """Say of blocks what was said of them; `said` are marks, each with the blocks that it is for."""
 
     def __init__(
-        self, store: BlockStore, namespace: Namespace, said: Sequence[tuple[Mark, Iterable[BlockKey]]]
+        self, store: BlockStore, namespace: Namespace, said: Sequence[tuple[Mark, Collection[BlockKey]]]
     ) -> None:
         super().__init__(store, namespace)
         self.said = said
+        self.blocks = sum(len(keys) for _, keys in said)
         self.outcomes: list[MarkOutcome] = []
 
     def work(self) -> None:

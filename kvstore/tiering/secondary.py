@@ -122,7 +122,7 @@ class SecondaryTier:
         return staging
 
     def use(self, namespace: Namespace) -> None:
-        """Blocks are those of `namespace` from now on, its layouts being the same: for who learns it from the first key.
+        """Blocks are those of `namespace` from now on, whose layouts are the same: somebody learnt it from a key.
 
         A call that is under way ends as it began.
         """

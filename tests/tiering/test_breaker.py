@@ -28,7 +28,7 @@ from tiering_helpers import (
     until,
 )
 
-from kvstore import BlockLayout, Namespace
+from kvstore import BlockLayout, Mark, Namespace
 from kvstore.errors import TierUnavailable
 from kvstore.testing.faults import Hanging, failing, slow
 from kvstore.tiering import SecondaryTier, TieringManager
@@ -182,6 +182,17 @@ def test_an_outage_costs_three_errors_and_then_no_calls(remote: FaultyStore) -> 
         assert remote.calls == []
         stats = manager.stats().tiers[0]
         assert (stats.shed, stats.trips, stats.failed_calls) == (8, 1, FAILURES)
+
+
+def test_what_is_said_of_blocks_while_it_is_open_is_counted_as_lost(remote: FaultyStore) -> None:
+    tier = quick(remote, pause=PATIENCE)
+    with managed(tier) as manager:
+        trip(manager, remote)
+        tier.mark(keys(3), Mark("a", pinned=True))
+        tier.touch(keys(5))
+        assert manager.drain(0.5), "nothing waits for it"
+        assert manager.stats().tiers[0].marks_dropped == 3
+        assert remote.calls == []
 
 
 def test_misses_are_answered_at_once_while_it_is_open(remote: FaultyStore, hanging: Hanging) -> None:
