@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -210,7 +211,7 @@ def test_among_a_hundred_thousand_objects_a_lookup_takes_no_longer_than_asking(s
             assert sum(fresh.contains_many(SPACE, wanted)) == 500
             times.append((time.perf_counter() - began, heads))
             print(f"lookup {times[-1][0]:.3f} s, 1,000 HEADs {heads:.3f} s, {requests_of(fresh)}")
-    assert min(taken / heads for taken, heads in times) <= 1.5
+    assert statistics.median(taken / heads for taken, heads in times) <= 1.5
 
 
 def exists(server: S3Server, path: str) -> bool:
