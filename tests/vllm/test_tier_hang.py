@@ -160,6 +160,16 @@ def test_a_read_stuck_in_the_kernel_keeps_its_rows_and_other_requests_go_on(
         assert engine.until(lambda: engine.final(request)) == [MISS], "too late to be believed"
 
 
+@LOCAL
+def test_blocks_of_a_local_load_that_is_overdue_are_misses_before_it_ends(store: FaultyStore, hanging: Hanging) -> None:
+    """The tier is asked itself: vLLM's manager asks nobody about a block that is on its way into primary memory."""
+    with Driver([TIER], rows=16) as engine:
+        request = stuck(engine, store, hanging)
+        engine.until(lambda: engine.tiers[0].lookup(PROMPT[0], request.context) is MISS, timeout=5)
+        assert hanging.waiting
+        hanging.release()
+
+
 def test_a_reset_waits_for_a_network_no_longer_than_a_load_may(store: FaultyStore, hanging: Hanging) -> None:
     with Driver([TIER], rows=16) as engine:
         stuck(engine, store, hanging)
