@@ -189,9 +189,9 @@ def _window(spec: Any) -> int | None:
     """As vLLM's scheduler looks at it; of a recurrent state the last one is enough."""
     kinds = vllm_module("v1.kv_cache_interface")
     if isinstance(spec, kinds.SlidingWindowSpec):
-        return int(cast("Any", spec).sliding_window)
+        return int(spec.sliding_window)
     if isinstance(spec, kinds.ChunkedLocalAttentionSpec):
-        return int(cast("Any", spec).attention_chunk_size)
+        return int(spec.attention_chunk_size)
     return 1 if isinstance(spec, kinds.MambaSpec) else None
 
 
