@@ -124,7 +124,7 @@ def test_keys_asked_in_one_step_go_in_one_call(store: FaultyStore, bench: Bench)
 def test_transfers_are_split_to_suit_the_store_and_to_use_every_thread(
     store: FaultyStore, monkeypatch: pytest.MonkeyPatch, batch_blocks: int, calls: int
 ) -> None:
-    monkeypatch.setattr("kvstore.tiering.secondary.MIN_BATCH_BYTES", BLOCK)
+    monkeypatch.setattr("kvstore.tiering.batches.MIN_BATCH_BYTES", BLOCK)
     store.capabilities = replace(store.capabilities, batch_bytes=batch_blocks * BLOCK)
     fill(str(store.url), KEYS)
     made = Bench(store, threads=2)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.abc import BlockStore
 from kvstore.registry import open_store
+from kvstore.tiering.batches import batches
 from kvstore.tiering.breaker import PAUSE, Breaker, Probe
 from kvstore.tiering.counters import Counters, TierStats
 from kvstore.tiering.hints import Hints
@@ -30,7 +31,7 @@ from kvstore.tiering.transfer import TransferPool
 from kvstore.types import GetOutcome, PutOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping
 
     from kvstore.marks import Mark
     from kvstore.namespace import Namespace
@@ -44,8 +45,6 @@ log = logging.getLogger(__name__)
 
 MAX_THREADS = 16
 """What a fast local disk can use; the default is the number of CPUs, at least two, up to this."""
-MIN_BATCH_BYTES = 1 << 20
-"""Smaller batches cost more in hand-overs between threads than they gain by running side by side."""
 
 LOAD_TIMEOUT = 10.0
 """Seconds. A disk that is busy with others is worth waiting for: its load cannot be parted from its slots anyway."""
@@ -104,7 +103,6 @@ class SecondaryTier:
         self._to_store: list[Slot] = []
         self._hints = Hints(self._store, namespace, self._counters)
         self._live: dict[Transfer, None] = {}  # all that have not ended, the oldest first
-        self._unstaged: list[Transfer] = []  # those of them that wait for staging memory
         self._backlog = 0
         self._closed = False
 
@@ -191,12 +189,15 @@ class SecondaryTier:
             return
         self._questions.submit()
         load, store = (StagedLoad, CopyOut) if self._staging else (Load, Store)
-        for batch in self._batches(self._to_load, self._transfers.threads):
+        most = self._staging.share if self._staging else None
+        at_most = self._store.capabilities.batch_bytes
+        for batch in batches(self._to_load, self._transfers.threads, at_most, most):
             self._start(load(self._store, self._namespace, batch))
-        for batch in self._batches(self._to_store, self._transfers.patient_threads):
+        for batch in batches(self._to_store, self._transfers.patient_threads, at_most, most):
             self._start(store(self._store, self._namespace, batch))
         self._to_load, self._to_store = [], []
-        self._lend_staging()
+        for job in self._staging.served() if self._staging else ():
+            self._transfers.submit(job)
         self._hints.submit(self._transfers)
 
     def poll(self, budget: float = float("inf")) -> TierReport:
@@ -250,45 +251,12 @@ class SecondaryTier:
             log.warning("%s: a call did not return within %.1f s; the store is left open", self.url, timeout)
         return ended
 
-    def _batches(self, slots: Sequence[Slot], threads: int) -> Iterator[Sequence[Slot]]:
-        """Split so that all threads have work, but no more than `batch_bytes` (and at least a block) each."""
-        total = sum(slot.view.nbytes for slot in slots)
-        size = min(self._store.capabilities.batch_bytes, max(MIN_BATCH_BYTES, -(-total // threads)))
-        most = self._staging.share if self._staging else len(slots)
-        batch: list[Slot] = []
-        filled = 0
-        for slot in slots:
-            if batch and (filled + slot.view.nbytes > size or len(batch) == most):
-                yield batch
-                batch, filled = [], 0
-            batch.append(slot)
-            filled += slot.view.nbytes
-        if batch:
-            yield batch
-
     def _start(self, job: Transfer) -> None:
         self._live[job] = None
-        if isinstance(job, (StagedLoad, CopyOut)):
-            self._unstaged.append(job)
+        if self._staging and isinstance(job, (StagedLoad, CopyOut)):
+            self._staging.wait(job)
         else:
             self._transfers.submit(job)
-
-    def _lend_staging(self) -> None:
-        """Submit what has been waiting for staging memory, as far as there is some: loads first."""
-        staging = self._staging
-        if staging is None or not self._unstaged:
-            return
-        waiting = sorted(
-            (job for job in self._unstaged if not job.claim.taken), key=lambda job: not isinstance(job, Load)
-        )
-        self._unstaged = []
-        for job in waiting:
-            buffers = staging.take(job.sizes, leave=0 if isinstance(job, Load) else staging.share)
-            if buffers is None:
-                self._unstaged.append(job)
-            else:
-                job.buffers = buffers
-                self._transfers.submit(job)
 
     def _settle(self, job: TierJob, report: TierReport) -> None:
         if isinstance(job, Probe):

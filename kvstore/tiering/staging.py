@@ -4,6 +4,7 @@ A call that waits for a network is lent this memory in place of a slot of the pr
 and whenever it does, it touches nobody's block. A load is copied from here into its slot, a store from its slot into
 here (see `kvstore.tiering.jobs`). A buffer is lent to one call at a time and comes back when that call has returned:
 what hung calls hold is missing until then, and a tier that has nothing left to lend sheds stores and misses loads.
+Calls that come while there is too little wait here, in line (`wait`, `served`).
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import mmap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvstore.tiering.jobs import Load
 from kvstore.tiering.primary import page_aligned
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
+
+    from kvstore.tiering.jobs import Transfer
 
 __all__ = ["Buffer", "Staging"]
 
@@ -56,6 +60,7 @@ class Staging:
         self._stride = stride
         self._pool = page_aligned(self.buffers * stride)
         self._free = list(range(self.buffers - 1, -1, -1))
+        self.waiting: list[Transfer] = []
 
     @property
     def share(self) -> int:
@@ -66,6 +71,22 @@ class Staging:
     def lent_bytes(self) -> int:
         """Memory that calls have, and that may be in use for the last time or for ever."""
         return (self.buffers - len(self._free)) * self._stride
+
+    def wait(self, job: Transfer) -> None:
+        """It is lent one buffer for each of its blocks as soon as there are enough."""
+        self.waiting.append(job)
+
+    def served(self) -> Iterator[Transfer]:
+        """Those that have theirs now, loads first, to be begun; who was cancelled meanwhile waits no more."""
+        line = sorted((job for job in self.waiting if not job.claim.taken), key=lambda job: not isinstance(job, Load))
+        self.waiting = []
+        for job in line:
+            buffers = self.take(job.sizes, leave=0 if isinstance(job, Load) else self.share)
+            if buffers is None:
+                self.waiting.append(job)
+            else:
+                job.buffers = buffers
+                yield job
 
     def take(self, sizes: Sequence[int], leave: int = 0) -> list[Buffer] | None:
         """One buffer for each size in bytes, cut to it; None if fewer than `leave` would be left afterwards."""

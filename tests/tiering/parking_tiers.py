@@ -177,7 +177,7 @@ class Tier:
         under_way: list[TierJob] = [*tier._live, *tier._hints.under_way.values()]
         if tier._probe is not None:
             under_way.append(tier._probe)
-        waiting = {job for job in tier._unstaged if not job.claim.taken}
+        waiting = {job for job in tier._staging.waiting if not job.claim.taken} if tier._staging else set()
         under_way = [job for job in under_way if job not in ended and job not in waiting]
         running = [job for job in under_way if job.claim.taken]
         queued = [job for job in under_way if not job.claim.taken]
