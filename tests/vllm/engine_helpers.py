@@ -48,7 +48,14 @@ def fresh_process(
     """What the real engine answers. `folder` gets what it writes to stderr; an exception in it is a failed test."""
     command = (str(HERE),) if hanging else ("-m", "kvstore.vllm.demo.engine")
     return engine.answers(
-        model_folder(print), asked, tiers, folder, print, command=command, new_tokens=new_tokens, **more
+        model_folder(print),
+        asked,
+        tiers,
+        folder,
+        print,
+        command=command,
+        new_tokens=new_tokens,
+        **{"in_process": True, **more},
     )
 
 

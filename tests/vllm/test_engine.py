@@ -31,6 +31,7 @@ pytestmark = [
 PROMPTS = 3
 BLOCKS = PREFIX_TOKENS // BLOCK_TOKENS
 LOAD_TIMEOUT = 3.0
+ROUNDS = 3
 
 Answers = list[dict[str, Any]]
 
@@ -143,17 +144,15 @@ def test_vllms_own_tier_serves_flipped_bytes_and_kvstore_does_not(engines: Engin
 
 
 @pytest.mark.soak
-def test_the_first_token_comes_as_soon_as_with_vllms_own_tier(tmp_path: Path, record_property: Any) -> None:
+def test_the_first_token_comes_as_soon_as_with_vllms_own_tier(tmp_path: Path) -> None:
     engines = Engines(tmp_path, 5)
-    medians: dict[str, float] = {}
-    for contestant in (VLLM_FS, KVSTORE_FILE):
+    seconds: dict[str, list[float]] = {VLLM_FS: [], KVSTORE_FILE: []}
+    for contestant in list(seconds) * ROUNDS:  # in turn: what else the machine does concerns both
         folder = engines.stored(contestant)
         drop_page_cache(f"file://{folder}")
-        warm = engines.answers(tiers_in(folder, contestant))
+        warm = engines.answers(tiers_in(folder, contestant), new_tokens=1, in_process=False)
         assert cached(warm) == [PREFIX_TOKENS] * 5
-        medians[contestant] = statistics.median(answer["ttft_s"] for answer in warm)
-    cold = statistics.median(answer["ttft_s"] for answer in engines.plain)
-    for name, seconds in (medians | {"cold": cold}).items():
-        record_property(name, seconds)
-    print({name: f"{seconds:.3f} s" for name, seconds in medians.items()}, f"cold {cold:.3f} s, {os.getloadavg()}")
-    assert medians[KVSTORE_FILE] <= 1.1 * medians[VLLM_FS]
+        seconds[contestant].append(statistics.median(answer["ttft_s"] for answer in warm))
+    print(seconds, "cold", statistics.median(answer["ttft_s"] for answer in engines.plain), "load", os.getloadavg())
+    theirs, ours = (statistics.median(seconds[contestant]) for contestant in (VLLM_FS, KVSTORE_FILE))
+    assert ours <= 1.1 * theirs

@@ -2,7 +2,9 @@
 
     python -P -m kvstore.vllm.demo.engine < job.json      (see `serve` for what a job holds)
 
-The engine's core runs in this process, so that what goes wrong in it is seen here.
+The engine's core runs in a process of its own, as in `vllm serve`; or in this one (`in_process`), which starts sooner
+and shows what goes wrong in it, but is of no use for times: while a request waits for its blocks, the core then spins
+through empty steps in Python, where a server sleeps for a millisecond, and every thread waits for the GIL.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ __all__ = ["BLOCK_TOKENS", "answers", "serve"]
 BLOCK_TOKENS = 32
 """The least that vLLM's attention on a CPU takes."""
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -58,9 +59,10 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     """Answer every prompt, greedily.
 
     The job: `model` (a folder), `prompts` (token ids), `tiers` (what stands in `secondary_tiers`, or None); optional:
-    `new_tokens` (64), `primary_bytes` (256 MiB), `engine` (more arguments of `LLM`).
+    `new_tokens` (64), `primary_bytes` (256 MiB), `in_process` (false), `engine` (more arguments of `LLM`).
     """
-    os.environ.update(ENVIRONMENT)
+    in_process = job.get("in_process", False)
+    os.environ.update(ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING=str(int(not in_process)))
     vllm: Any = importlib.import_module("vllm")
     start = time.perf_counter()
     engine = vllm.LLM(**_arguments(job))
