@@ -151,8 +151,8 @@ class BlockStore(ABC):
     def diagnose(cls, url: TierURL, usage: Usage | None) -> Iterable[Finding]:  # noqa: ARG003 - for backends that look
         """What `kvstore doctor` should say of the place that the validated `url` names; optional.
 
-        `usage` is how full the tier is, None where it cannot be opened. Whether it can be, and that blocks come back, is
-        looked at by the doctor itself. Changes nothing and creates nothing. Whatever it raises of `OSError` or
+        `usage` is how full the tier is, None where it cannot be opened. Whether it can be, and that blocks come back,
+        the doctor itself looks at. Changes nothing and creates nothing. Whatever it raises of `OSError` or
         `KVStoreError` becomes a finding. A tier in a local folder takes its checks from `kvstore.doctor.LocalPlace`.
         """
         return ()

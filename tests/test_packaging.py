@@ -10,6 +10,7 @@ import time
 import tomllib
 import types
 import zipfile
+from collections import Counter
 from importlib import import_module
 from pathlib import Path
 from pkgutil import walk_packages
@@ -228,3 +229,9 @@ def test_make_ends_early_and_says_why_where_python_cannot_be_used(tmp_path: Path
     assert done.returncode != 0
     assert says in done.stderr
     assert not (tmp_path / "venv").exists()
+
+
+def test_no_two_test_modules_have_one_name() -> None:
+    """Without packages among the tests a module is found by its name alone, also by the processes that tests start."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("*.py") if path.name != "conftest.py")
+    assert [name for name, count in names.items() if count > 1] == []
