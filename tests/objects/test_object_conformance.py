@@ -67,8 +67,9 @@ class TestSeaweedFS(_OnS3):
         return place if client == "obstore" else f"{place}?client=fsspec"
 
 
+@pytest.mark.soak
 class TestWithoutConditionalWrites(_OnS3):
-    """A store that ignores If-None-Match."""
+    """A store that ignores If-None-Match; what that changes is tested every time, in `test_company`."""
 
     @pytest.fixture
     def url(self, overwriting_server: S3Server, second_profile: str, serial: int) -> str:
