@@ -37,6 +37,8 @@ class Jobs:
     """Which slot belongs to which job. Threads: one at a time makes all calls."""
 
     def __init__(self) -> None:
+        self.storing = 0
+        """Rows that stores hold: vLLM can give them to nobody else until they come back."""
         self._open: dict[Slot, _Open] = {}
         self._finished: list[JobResult] = []
 
@@ -51,6 +53,8 @@ class Jobs:
             self._open[slot] = entry
             entry.slots += 1
         entry.left = entry.slots
+        if not job.is_promotion:
+            self.storing += entry.slots
         if not entry.left:
             self._report(entry)
 
@@ -64,6 +68,8 @@ class Jobs:
                 entry.arrived.append(offload_key(slot.key))
                 entry.nbytes += slot.view.nbytes
             entry.left -= 1
+            if not entry.job.is_promotion:
+                self.storing -= 1
             if not entry.left:
                 self._report(entry)
 

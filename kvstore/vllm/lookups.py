@@ -11,6 +11,7 @@ damaged costs each request one load at most.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,7 @@ class Verdicts(dict[bytes, "bool | None"]):
     """Of one request: key -> is it there; None while nobody knows. `hits` are those that are."""
 
     hits = 0
+    held_since: float | None = None
 
 
 def block_key(key: bytes) -> BlockKey:
@@ -115,6 +117,20 @@ class Lookups:
                 if verdicts.get(key):
                     verdicts[key] = False
                     verdicts.hits -= 1
+
+    def held_back(self, request: str, held_rows: int, patience: float) -> bool:
+        """Whether a request had better wait with what it was told is there: stores hold rows that it needs.
+
+        vLLM finds no row for a block to be promoted, calls it a miss, and computes what would have been there as soon
+        as a store had ended. `held_rows`: as many as stores hold now; `patience`: seconds that it may take.
+        """
+        verdicts = self._requests[request]
+        if held_rows + verdicts.hits <= self._most:
+            return False
+        now = time.monotonic()
+        if verdicts.held_since is None:
+            verdicts.held_since = now
+        return now - verdicts.held_since < patience
 
     def forget(self, request: str) -> None:
         """It has ended. What is being asked for it is answered to nobody."""

@@ -72,6 +72,8 @@ log = logging.getLogger(__name__)
 
 SHUTDOWN_TIMEOUT = 4.0
 """Seconds for everything that is still to be stored, and for threads to end: vLLM kills an engine after five."""
+STORE_PATIENCE = 1.0
+"""Seconds that a request waits for stores to give back the rows that it needs. Nearly always cheaper than computing."""
 POLL_BUDGET = 100e-6
 """Seconds of a scheduler step for what transfers have finished; the rest waits for the next step."""
 PAUSE = 500e-6
@@ -125,12 +127,15 @@ class KVStoreTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
-        """RETRY until the store has answered, or has not in time."""
+        """RETRY until the store has answered, or has not in time; and while stores hold the rows to load into."""
         self._see(key)
         found = self._lookups.find(key, req_context)
         if found is None:
             return LookupResult.RETRY
-        return LookupResult.HIT if found else LookupResult.MISS
+        if not found:
+            return LookupResult.MISS
+        held = self._lookups.held_back(req_context.req_id, self._jobs.storing, STORE_PATIENCE)
+        return LookupResult.RETRY if held else LookupResult.HIT
 
     def touch(self, keys: Collection[bytes], req_context: ReqContext) -> None:
         """A use; up to vLLM 0.30 somebody calls this."""
