@@ -9,6 +9,7 @@ skipped: an unknown option or a bad value is an error that names what is known. 
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -167,7 +168,8 @@ def _instead(text: str) -> str:
         return ""
     if found and rest.startswith("/") and _URL.fullmatch(f"{scheme}://"):
         return f'; write "{scheme}://{quote(rest)}" with three slashes'
-    return f'; for a local folder write "file://{quote(str(Path(text).expanduser().absolute()))}"'
+    path = os.path.expanduser(text)  # noqa: PTH111 - Path's own raises where there is no such user
+    return f'; for a local folder write "file://{quote(str(Path(path).absolute()))}"'
 
 
 def _split_location(scheme: str, head: str) -> tuple[str | None, str]:

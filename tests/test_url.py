@@ -124,6 +124,7 @@ def test_what_to_write_for_a_local_tier_is_what_was_meant(text: str, path: str) 
 
 @given(st.text(max_size=40))
 @example("file://[")
+@example("~nobody-of-that-name")
 @example("s3://b?\ud800=1")
 def test_any_text_is_a_url_or_an_invalid_url_or_option(text: str) -> None:
     try:
