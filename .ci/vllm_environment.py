@@ -101,6 +101,7 @@ def make_first(folder: Path, version: str, index: str) -> None:
         str(constraint),
         "-e",
         f"{ROOT}[demo,test]",
+        "xxhash",  # for vLLM's short block hashes, which it does not install
         *(line for line in wanted if name_of(line) not in LEFT_OUT),
     )
     xgrammar = next(line for line in wanted if name_of(line) == "xgrammar")
