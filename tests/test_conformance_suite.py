@@ -54,13 +54,16 @@ class LostDelete(MemoryStore):
 
 SUITE = """
 import pytest
-from kvstore.testing import StoreTests
+from kvstore.testing import StoreTests, run_against_a_dictionary
 
 
 class TestFaulty(StoreTests):
     @pytest.fixture
     def url(self, tmp_path):
         return f"{scheme}://{{tmp_path}}"
+
+    def test_a_store_answers_as_a_dictionary_would(self, url):
+        run_against_a_dictionary(url, runs=60)  # four times the usual: chance may miss a fault
 """
 
 IN_THE_MODEL = "test_a_store_answers_as_a_dictionary_would"

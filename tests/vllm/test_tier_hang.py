@@ -58,7 +58,8 @@ def quick(engine: Driver) -> None:
     slow = engine.slow_calls()
     assert len(slow) > 200
     assert slow[len(slow) // 2] <= CALL_LIMIT
-    assert slow[-1] < TIER["lookup_timeout"] / 2, f"the slowest of {len(slow)} calls: {slow[-5:]}"
+    assert slow[-4] < TIER["lookup_timeout"] / 2, f"the slowest of {len(slow)} calls: {slow[-5:]}"
+    assert slow[-1] < 10 * TIER["lookup_timeout"], "others may have the processor for a while; a hang has no end"
 
 
 def busy(engine: Driver, until: Callable[[], bool]) -> None:
