@@ -44,11 +44,11 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
-# What could differ in what is shipped: files, entry points, data types, the command, the demo, other people's backends. Run
+# What could differ in what is shipped: files, entry points, data types, the command. Run
 # from an empty folder, so that the source tree cannot be imported. (Servers of object stores are programs of the other
 # environment.)
 WHEEL_TESTS := tests/cli $(addprefix tests/test_,packaging.py import.py registry.py readme.py hf.py \
-	conformance_suite.py zarr_dtypes.py zarr_format.py formats_page.py doctor.py)
+	zarr_dtypes.py zarr_format.py formats_page.py)
 test-wheel: $(VENV)/.dev
 	rm -rf $(VENV)-wheel build/wheel
 	$(BIN)/python -m build --quiet --outdir build/wheel
@@ -87,7 +87,7 @@ demo-vllm:
 	$(VLLM_PYTHON) benchmarks/vllm_users.py $(ARGS)
 
 # What depends on the manager's interface is tested with the newer version too; the rest of it in test-vllm-all.
-VLLM_INTERFACE := $(addprefix tests/vllm/test_,tier_bytes.py tier_configuration.py tier_damage.py metrics.py plugin.py)
+VLLM_INTERFACE := $(addprefix tests/vllm/test_,tier_bytes.py tier_configuration.py metrics.py plugin.py)
 
 test-vllm:
 	$(MAKE_VLLM) $(VLLM_NEWER)

@@ -110,6 +110,7 @@ def test_blocks_that_are_flipped_or_cut_or_swapped_are_computed_again(engines: E
     assert tokens(found) == tokens(engines.plain)
 
 
+@pytest.mark.soak
 def test_a_request_behind_a_load_that_hangs_is_computed_within_its_time_out(engines: Engines) -> None:
     folder = engines.stored(KVSTORE_FILE)
     tiers = [kvstore(f"file://{folder}/file", load_timeout=f"{LOAD_TIMEOUT}s")]
