@@ -6,7 +6,7 @@ every question finds the prefix on the device or nowhere. A second passes before
 for one, and where its rows are still on their way to the device, vLLM takes what could be promoted for a miss.
 First-token times of the questions, for each contestant in a fresh process:
 
-    python benchmarks/vllm_users.py [--rounds 2] [--json]      in an environment with vLLM (`make demo-vllm` makes one)
+    python benchmarks/vllm_users.py [--rounds 1] [--json]      in an environment with vLLM (`make demo-vllm` makes one)
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Result:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0, also where there is no vLLM and nothing is measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2, help="questions per user")
+    parser.add_argument("--rounds", type=int, default=1, help="questions per user")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
     if importlib.util.find_spec("vllm") is None:
