@@ -31,7 +31,7 @@ pytestmark = [
 PROMPTS = 3
 BLOCKS = PREFIX_TOKENS // BLOCK_TOKENS
 LOAD_TIMEOUT = 3.0
-ROUNDS = 3
+ROUNDS = 5
 
 Answers = list[dict[str, Any]]
 
