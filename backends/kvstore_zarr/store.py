@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, ClassVar
 
 import lmdb
@@ -27,16 +28,20 @@ from kvstore_zarr.reindex import reindex
 from kvstore_zarr.removal import remove
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
     from kvstore.doctor import Finding
     from kvstore.marks import Mark
     from kvstore.namespace import Namespace
+    from kvstore.records import Entry
+    from kvstore.snapshot import Snapshot
     from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite
     from kvstore_zarr.reindex import Reindexed
     from kvstore_zarr.tier import LocalTier
 
 __all__ = ["LocalZarrStore"]
+
+_PAGE_OF_SCAN = 1024
 
 
 class LocalZarrStore(BlockStore):
@@ -99,17 +104,29 @@ class LocalZarrStore(BlockStore):
             return remove(tier, addresses)
 
     def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
-        with self._using() as tier, tier.catalog.read() as snapshot:
-            entries = () if tier.is_aside(namespace.fingerprint) else snapshot.scan(namespace.fingerprint)
-            found = [entry.info() for entry in entries]
-        return iter(found)
+        return self._scan(namespace, lambda snapshot, after: snapshot.scan(namespace.fingerprint, after))
 
     def scan_marked(self, namespace: Namespace, mark: Mark) -> Iterator[BlockInfo]:
-        with self._using() as tier, tier.catalog.read() as snapshot:
-            aside = tier.is_aside(namespace.fingerprint)
-            entries = () if aside else snapshot.scan_marked(namespace.fingerprint, mark)
-            found = [entry.info() for entry in entries]
-        return iter(found)
+        return self._scan(namespace, lambda snapshot, after: snapshot.scan_marked(namespace.fingerprint, mark, after))
+
+    def _scan(
+        self, namespace: Namespace, entries_after: Callable[[Snapshot, bytes], Iterator[Entry]]
+    ) -> Iterator[BlockInfo]:
+        """A page at a time: a tier may have millions of blocks, and pages freed meanwhile wait for whoever reads."""
+        with self._using() as tier:
+            if tier.is_aside(namespace.fingerprint):
+                return iter(())
+        return self._pages(entries_after)
+
+    def _pages(self, entries_after: Callable[[Snapshot, bytes], Iterator[Entry]]) -> Iterator[BlockInfo]:
+        after = b""
+        while True:
+            with self._using() as tier, tier.catalog.read() as snapshot:
+                entries = list(islice(entries_after(snapshot, after), _PAGE_OF_SCAN))
+            if not entries:
+                return
+            yield from (entry.info() for entry in entries)
+            after = entries[-1].address
 
     def usage(self) -> Usage:
         with self._using() as tier, tier.catalog.read() as snapshot:
