@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.demo.disk import flip_byte
+from kvstore.demo.objects import flip_byte_of_an_object
 from kvstore.demo.worker import WorkerFailed, run_worker
 from kvstore.errors import ConfigurationError, MissingDependencyError
 from kvstore.namespace import Namespace
@@ -64,7 +65,7 @@ class Report:
     `tokens_equal`: the answers against those of the cold process. `kv_equal`: the restored bytes against those that the
     cold process computed for the first prompt, and the filling one for the others. Where that is not so,
     `compared_with` says that both refer to the same split of the work without a store. `corrupted` is None where the
-    block could not be found on disk by its content.
+    block could not be found by its content.
     """
 
     url: str
@@ -188,11 +189,11 @@ class _Run:
     def _corrupted(self, url: str, shown: str) -> Corrupted | None:
         """Flip a bit in the middle of the document, and let one more process answer the first question."""
         payload = self._payload(url)
-        places = flip_byte(url, payload) if payload else 0
+        places = (flip_byte(url, payload) or flip_byte_of_an_object(url, payload)) if payload else 0
         if not places:
             self._step += 1
             self._say(
-                f"[{self._step}/{self._steps}] damage: left out, no block lies readable in local files of {shown}"
+                f"[{self._step}/{self._steps}] damage: left out, no block lies readable in files or objects of {shown}"
             )
             return None
         job = self._job | {"urls": [url]}

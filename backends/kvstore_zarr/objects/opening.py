@@ -13,21 +13,25 @@ from kvstore.errors import (
     StoreOpenError,
 )
 from kvstore_zarr.objects.faults import Kind, RequestFailed
-from kvstore_zarr.objects.settings import CLIENT, ENDPOINT, TIMEOUT
+from kvstore_zarr.objects.settings import CLIENT, ENDPOINT, TIMEOUT, Place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.url import TierURL
     from kvstore_zarr.objects.client import ObjectClient
-    from kvstore_zarr.objects.settings import Place
 
-__all__ = ["connect"]
+__all__ = ["connect", "opened"]
 
 _OBSTORE_SCHEMES = ("s3", "s3a", "gs", "gcs", "az")
 
 
-def connect(url: TierURL, place: Place) -> tuple[ObjectClient, Sequence[str]]:
+def connect(url: TierURL) -> ObjectClient:
+    """A client of one's own for what lies at the validated `url`, to be closed. Raises what `opened` raises."""
+    return opened(url, Place.of(url))[0]
+
+
+def opened(url: TierURL, place: Place) -> tuple[ObjectClient, Sequence[str]]:
     """A client for the tier at `url`, and the folders that stand directly below its root.
 
     Raises a `StoreOpenError` where the bucket is missing, the credentials are wrong, the region is another one or

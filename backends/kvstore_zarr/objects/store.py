@@ -27,7 +27,7 @@ from kvstore_zarr.metadata import METADATA_NAME, NamespaceTree, is_namespace_nam
 from kvstore_zarr.objects.documents import Documents
 from kvstore_zarr.objects.faults import Kind, RequestFailed
 from kvstore_zarr.objects.lookup import Lookup
-from kvstore_zarr.objects.opening import connect
+from kvstore_zarr.objects.opening import opened
 from kvstore_zarr.objects.settings import LOOKUP_TTL, OPTIONS, Place
 from kvstore_zarr.objects.side import side_by_side
 
@@ -72,7 +72,7 @@ class ObjectZarrStore(BlockStore):
         if place.is_readonly and url.raw_options.get(READONLY.name) is not None and not url.option(READONLY):
             raise InvalidOptionError(f"{url}: over {place.scheme}:// nothing can be written: leave out readonly")
         self._readonly = url.option(READONLY) or place.is_readonly
-        self._client, folders = connect(url, place)
+        self._client, folders = opened(url, place)
         self._documents = Documents(self._client)
         self._lookup = Lookup(self._client, url.option(LOOKUP_TTL))
         self._trees: dict[str, NamespaceTree] = {}
