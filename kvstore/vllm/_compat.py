@@ -2,8 +2,8 @@
 
     0.26, 0.27   `register_tier` only; a load succeeds or fails as a whole; rows are called blocks
     0.28, 0.29   `module_path`; `JobResult.successful_keys` and `transfer_time`
-    0.30         rows are called chunks
-    0.31, 0.32   `backpressure_detector`; `transfer_bytes`; positions of a request's keys
+    0.30         rows are called chunks; hashes have a fixed seed, unless they are not cryptographic ones
+    0.31, 0.32   `backpressure_detector`; `transfer_bytes`; positions of a request's keys; salts are hashed with a name
     0.33         `manager.lock`, `config_info`
 
 What is told apart here is what is there, not what the version says: an unknown later one is tried, with one warning.
@@ -13,14 +13,19 @@ For type checkers, which need no vLLM installed, the classes below say what kvst
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import logging
+import os
 import re
 from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from kvstore.vllm.keys import NAMED_SALT, PLAIN_SALT, SEED_VARIABLE
 
 if TYPE_CHECKING:
     import enum
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     class Medium(enum.Enum):
         """Where a tier keeps its blocks."""
@@ -152,10 +157,12 @@ __all__ = [
     "base_arguments",
     "check_version",
     "chunk_tokens",
+    "hash_seed",
     "job_result",
     "longest_request",
     "positions_of",
     "rows_of",
+    "salt_form",
     "stored_event",
     "vllm_version",
     "windows_of",
@@ -224,6 +231,27 @@ def _window(spec: OffloadingSpec, group: Any, index: int) -> int | None:
     number = getattr(group, "group_id", index)
     tokens = known[number].window if number < len(known) else None
     return None if tokens is None else -(-tokens // chunk_tokens(spec)[index])
+
+
+def hash_seed(function: Callable[[Any], bytes]) -> str | None:
+    """What this process starts its block hashes from: None, or another one each time, where it is random."""
+    utils: Any = importlib.import_module("vllm.v1.core.kv_cache_utils")
+    if hasattr(utils, "resolve_none_hash_seed"):
+        return cast("str", utils.resolve_none_hash_seed(function))
+    return os.getenv(SEED_VARIABLE)
+
+
+def salt_form() -> str:
+    """How a salt is hashed, seen in what vLLM makes of one."""
+    utils: Any = importlib.import_module("vllm.v1.core.kv_cache_utils")
+    request = SimpleNamespace(cache_salt="salt", mm_features=[], lora_request=None, prompt_embeds=None)
+    extras: object = None
+    try:
+        extras, _ = utils.generate_block_hash_extra_keys(request, 0, 1, 0)
+    except (AttributeError, TypeError):
+        log.debug("kvstore: this vLLM looks at more of a request than its salt")
+    forms = {PLAIN_SALT: ("salt",), NAMED_SALT: (("cache_salt", "salt"),)}
+    return next((name for name, form in forms.items() if form == extras), f"as vLLM {vllm_version()} does")
 
 
 def _captured(spec: OffloadingSpec) -> object:

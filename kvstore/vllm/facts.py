@@ -15,12 +15,13 @@ import enum
 import hashlib
 import importlib
 import json
-import os
 import platform
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, cast
 
+from kvstore.vllm._compat import hash_seed, salt_form
+from kvstore.vllm.keys import seed_digest
 from kvstore.vllm.weights import ModelSource
 
 __all__ = [
@@ -77,7 +78,9 @@ class KeyFacts:
     algorithm: str
     digest_bytes: int
     seed: str | None
-    """What digests start from, itself as a digest (for weak hashes it is a secret); None if random in each process."""
+    """What digests start from, itself as a digest (`keys.seed_digest`); None if random in each process."""
+    salts: str
+    """How a request's `cache_salt` goes into its first digest (`keys.NAMED_SALT`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,19 +248,11 @@ def engine_version() -> str:
 
 
 def read_keys(algorithm: str) -> KeyFacts:
-    """How this process names blocks, by vLLM's name for the hash.
-
-    Up to 0.28 a seed that nobody set is random; later it is fixed, unless the hash is not a cryptographic one.
-    """
+    """How this process names blocks, by vLLM's name for the hash."""
     function = vllm_module("utils.hashing").get_hash_fn_by_name(algorithm)
-    resolve: Any = getattr(vllm_module("v1.core.kv_cache_utils"), "resolve_none_hash_seed", _seed_until_0_28)
-    seed, again = resolve(function), resolve(function)
-    digest = hashlib.sha256(seed.encode()).hexdigest()[:16] if seed is not None and seed == again else None
-    return KeyFacts(algorithm, len(function(b"")), digest)
-
-
-def _seed_until_0_28(_function: object) -> str | None:
-    return os.getenv("PYTHONHASHSEED")
+    seed, again = hash_seed(function), hash_seed(function)
+    digest = seed_digest(seed) if seed is not None and seed == again else None
+    return KeyFacts(algorithm, len(function(b"")), digest, salt_form())
 
 
 def _doubts(vllm_config: Any) -> tuple[str, ...]:

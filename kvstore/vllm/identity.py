@@ -25,6 +25,7 @@ from kvstore.errors import ConfigurationError
 from kvstore.layout import BlockLayout
 from kvstore.namespace import Namespace
 from kvstore.vllm.facts import SEED_REMEDY, SHARDED, EngineFacts, KeyFacts, engine_version, read_keys, vllm_module
+from kvstore.vllm.keys import SALTS
 from kvstore.vllm.plugin import captured
 from kvstore.vllm.weights import UnknownWeightsError, weights_identity
 
@@ -66,7 +67,7 @@ def namespace_of(spec: OffloadingSpec, row_bytes: int, *, override: str | None =
     keys = facts.keys if facts else _usual_keys()
     any_topology = _any_topology(config)
     extra = _extra(config, any_topology) | (_engine_extra(facts) if facts else _unknown_engine())
-    extra |= {"hash_seed": str(keys.seed), "groups": _json(_groups(config, facts, any_topology))}
+    extra |= {"hash_seed": str(keys.seed), SALTS: keys.salts, "groups": _json(_groups(config, facts, any_topology))}
     model, revision = _weights(facts, override)
     return Namespace(
         model=model,
