@@ -148,6 +148,11 @@ class BlockStore(ABC):
         return (info for info in self.scan(namespace) if any(mark.names(one) for one in info.marks))
 
     @classmethod
+    def serving(cls, url: TierURL) -> type[BlockStore]:  # noqa: ARG003 - for backends that look
+        """The class that serves `url`, whose options are not parsed yet: another one where an option decides."""
+        return cls
+
+    @classmethod
     def diagnose(cls, url: TierURL, usage: Usage | None) -> Iterable[Finding]:  # noqa: ARG003 - for backends that look
         """What `kvstore doctor` should say of the place that the validated `url` names; optional.
 

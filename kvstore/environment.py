@@ -29,7 +29,7 @@ import lmdb
 from kvstore.errors import StoreAccessError, StoreDamagedError
 from kvstore.inuse import InUse
 from kvstore.lmdb_errors import DAMAGE, REMEDY
-from kvstore.lmdb_files import PAGE, check_filesystem, damage, filesystem_of
+from kvstore.lmdb_files import PAGE, check_filesystem, damage, filesystem_of, is_network
 from kvstore.lmdb_opening import CREATION_BYTES, LOCK_BYTES, MAP_SIZE, Opened, free_bytes, make_ready, really_open
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from lmdb import _Database as Database  # pyright: ignore[reportPrivateUsage]
 
-__all__ = ["LOCK_BYTES", "MAP_SIZE", "PAGE", "Environment", "check_filesystem", "damage", "filesystem_of"]
+__all__ = ["LOCK_BYTES", "MAP_SIZE", "PAGE", "Environment", "check_filesystem", "damage", "filesystem_of", "is_network"]
 
 DISK_HEADROOM = 64 * PAGE
 """Bytes that stay free on the disk, for the pages that a change needs which takes blocks out."""

@@ -19,7 +19,7 @@ from kvstore.errors import StoreAccessError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PAGE", "check_filesystem", "damage", "filesystem_of"]
+__all__ = ["PAGE", "check_filesystem", "damage", "filesystem_of", "is_network"]
 
 PAGE = 4096
 """Bytes in an LMDB page here; also what the device is assumed to allocate at least."""
@@ -48,16 +48,22 @@ def filesystem_of(path: Path) -> str:
     return found
 
 
+def is_network(kind: str) -> bool:
+    """Whether a file system of that type is a network's, a cluster's, or FUSE's, behind which anything may be."""
+    return _NETWORK.fullmatch(kind) is not None
+
+
 def check_filesystem(path: Path) -> None:
     """Raise `StoreAccessError` if the existing `path` is on a network, cluster or FUSE file system.
 
     LMDB needs coherent shared memory and locks between all users, which such file systems promise poorly or not.
     """
     kind = filesystem_of(path)
-    if _NETWORK.fullmatch(kind):
+    if is_network(kind):
         raise StoreAccessError(
             f"{path} is on {kind}, where LMDB's shared memory and locks are not safe: choose a directory on a local"
-            " disk (ext4, xfs, btrfs, tmpfs), or share blocks between machines through an object store or Redis"
+            " disk (ext4, xfs, btrfs, tmpfs), or share blocks between machines: in a directory with"
+            " file://…?remote=true (no catalogue), in an object store, or in Redis"
         )
 
 

@@ -48,7 +48,10 @@ def open_store(url: str | Mapping[str, Any] | TierURL, **options: Any) -> BlockS
 
 
 def backend_class(url: TierURL) -> type[BlockStore]:
-    """The class that serves `url`'s scheme. Raises `UnknownSchemeError` or `MissingDependencyError`."""
+    """The class that serves `url`: its scheme's, or the one that this one names for its options.
+
+    Raises `UnknownSchemeError` or `MissingDependencyError`.
+    """
     scheme = f"{url.format}+{url.scheme}" if url.format else url.scheme
     candidates = _entries().get(scheme) or _of_fsspec(url)
     if not candidates:
@@ -70,7 +73,7 @@ def backend_class(url: TierURL) -> type[BlockStore]:
         raise ConfigurationError(f"{scheme}:// is {entry.value} of {_origin(entry)}: {error}") from error
     if not (isinstance(backend, type) and issubclass(backend, BlockStore)):
         raise ConfigurationError(f"{scheme}:// is {entry.value} of {_origin(entry)}, which is not a BlockStore class")
-    return backend
+    return backend.serving(url)
 
 
 def known_schemes() -> list[str]:

@@ -19,9 +19,10 @@ from kvstore.catalog import address_of
 from kvstore.errors import StoreAccessError, StoreClosedError, TierUnavailable
 from kvstore.marks import MarkOutcome
 from kvstore.types import GetOutcome, PutOutcome, Usage
-from kvstore.url import CAPACITY, DURABILITY, IO, MODE, READONLY, Option, TierURL
+from kvstore.url import CAPACITY, DURABILITY, IO, MODE, READONLY, Option, TierURL, boolean
 from kvstore_zarr.format import PAGE
 from kvstore_zarr.get import get_blocks
+from kvstore_zarr.objects.settings import REMOTE
 from kvstore_zarr.opening import close_tier, open_tier
 from kvstore_zarr.put import put_blocks
 from kvstore_zarr.reindex import reindex
@@ -51,7 +52,20 @@ class LocalZarrStore(BlockStore):
     `capacity` bounds everything in the tree: blocks, drafts, folders, metadata, catalogue.
     """
 
-    options: ClassVar[tuple[Option[object], ...]] = (CAPACITY, IO, DURABILITY, READONLY, MODE)
+    options: ClassVar[tuple[Option[object], ...]] = (CAPACITY, IO, DURABILITY, READONLY, MODE, REMOTE)
+
+    @classmethod
+    def serving(cls, url: TierURL) -> type[BlockStore]:
+        """With `remote=true` there is no catalogue, and a file is an object like any other."""
+        try:
+            remote = boolean(url.raw_options.get(REMOTE.name, False))
+        except ValueError:  # said when the options are parsed
+            return cls
+        if not remote:
+            return cls
+        from kvstore_zarr.objects import DirectoryZarrStore
+
+        return DirectoryZarrStore
 
     def __init__(self, url: TierURL) -> None:
         super().__init__(url)

@@ -1,6 +1,6 @@
-"""Blocks in object stores, and in every other file system that fsspec knows (`store`)."""
+"""Blocks in object stores, in directories that machines share, and in what else fsspec knows (`store`)."""
 
 from kvstore_zarr.objects.opening import connect
-from kvstore_zarr.objects.store import ObjectZarrStore
+from kvstore_zarr.objects.store import DirectoryZarrStore, ObjectZarrStore
 
-__all__ = ["ObjectZarrStore", "connect"]
+__all__ = ["DirectoryZarrStore", "ObjectZarrStore", "connect"]

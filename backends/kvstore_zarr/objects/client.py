@@ -77,6 +77,9 @@ class ObjectClient(ABC):
     takes_new: bool = True
     """`put` can be told not to overwrite. Whether the store listens, `documents` finds out."""
 
+    notes: tuple[str, ...] = ()
+    """What an operator should know of this one."""
+
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
         self.attempt_timeout = timeout * SHARE_OF_AN_ATTEMPT

@@ -49,6 +49,10 @@ def opened(url: TierURL, place: Place) -> tuple[ObjectClient, Sequence[str]]:
 
 
 def _client(url: TierURL, place: Place) -> ObjectClient:
+    if place.scheme == "file":
+        from kvstore_zarr.objects.directory_client import DirectoryClient
+
+        return DirectoryClient(url)
     wanted = url.option(CLIENT)
     if wanted == "obstore" and place.scheme not in _OBSTORE_SCHEMES:
         raise InvalidOptionError(f"{url}: obstore serves {', '.join(_OBSTORE_SCHEMES)}; leave out client")

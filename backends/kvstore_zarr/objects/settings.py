@@ -14,12 +14,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from kvstore.errors import InvalidOptionError, InvalidURLError
-from kvstore.url import READONLY, Option, boolean, choice, parse_duration
+from kvstore.url import DURABILITY, MODE, READONLY, Option, boolean, choice, parse_duration
 
 if TYPE_CHECKING:
     from kvstore.url import TierURL
 
-__all__ = ["CLIENT", "LOOKUP_TTL", "OPTIONS", "S3_SCHEMES", "STORAGE_OPTIONS", "TIMEOUT", "Place", "S3Settings"]
+__all__ = [
+    "CLIENT",
+    "LOOKUP_TTL",
+    "OPTIONS",
+    "OPTIONS_OF_DIRECTORIES",
+    "REMOTE",
+    "S3_SCHEMES",
+    "STORAGE_OPTIONS",
+    "TIMEOUT",
+    "Place",
+    "S3Settings",
+]
 
 S3_SCHEMES = ("s3", "s3a")
 DEFAULT_TIMEOUT_S = 4.0
@@ -77,12 +88,19 @@ LOOKUP_TTL: Option[float] = Option(
 STORAGE_OPTIONS: Option[Mapping[str, Any]] = Option(
     "storage_options", _mapping, {}, "what else the file system takes, as a mapping: key, secret, token, …"
 )
+REMOTE: Option[bool] = Option(
+    "remote", boolean, False, "file://: true for a directory that machines share (NFS, Lustre, CephFS); no catalogue"
+)
 
 OPTIONS: tuple[Option[object], ...] = (
     *(READONLY, CLIENT, TIMEOUT, LOOKUP_TTL),
     *(ENDPOINT, REGION, ADDRESSING, ANONYMOUS, PROFILE, STORAGE_OPTIONS),
 )
 _OF_S3 = (ENDPOINT, REGION, ADDRESSING, PROFILE)
+OPTIONS_OF_DIRECTORIES: tuple[Option[object], ...] = (
+    *(option for option in OPTIONS if option not in (CLIENT, ANONYMOUS, STORAGE_OPTIONS, *_OF_S3)),
+    *(REMOTE, MODE, DURABILITY),
+)
 
 
 @dataclass(frozen=True, slots=True)

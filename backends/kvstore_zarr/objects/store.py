@@ -28,7 +28,7 @@ from kvstore_zarr.objects.documents import Documents
 from kvstore_zarr.objects.faults import Kind, RequestFailed
 from kvstore_zarr.objects.lookup import Lookup
 from kvstore_zarr.objects.opening import opened
-from kvstore_zarr.objects.settings import LOOKUP_TTL, OPTIONS, Place
+from kvstore_zarr.objects.settings import LOOKUP_TTL, OPTIONS, OPTIONS_OF_DIRECTORIES, Place
 from kvstore_zarr.objects.side import side_by_side
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     K = TypeVar("K")
     R = TypeVar("R")
 
-__all__ = ["ObjectZarrStore"]
+__all__ = ["DirectoryZarrStore", "ObjectZarrStore"]
 
 _log = logging.getLogger("kvstore.objects")
 
@@ -90,7 +90,7 @@ class ObjectZarrStore(BlockStore):
             can_hang=True,
             io="network",
             batch_bytes=BATCH_BYTES,
-            notes=(f"client: {self._client.name}", *self._aside.values()),
+            notes=(f"client: {self._client.name}", *self._client.notes, *self._aside.values()),
         )
         self._use = InUse(url)
 
@@ -323,6 +323,12 @@ class ObjectZarrStore(BlockStore):
 
     def _each(self, call: Callable[[K], R], keys: Sequence[K]) -> dict[K, R]:
         return dict(zip(keys, side_by_side(call, keys, TRANSFERS), strict=True))
+
+
+class DirectoryZarrStore(ObjectZarrStore):
+    """`file://…?remote=true`: the same in a directory that machines share, each object a file of it."""
+
+    options: ClassVar[tuple[Option[object], ...]] = OPTIONS_OF_DIRECTORIES
 
 
 def _check(namespace: Namespace, keys: Sequence[BlockKey]) -> None:

@@ -1,0 +1,208 @@
+"""Objects as files of a directory that several machines share (NFS, Lustre, CephFS, SMB): what a remote tier lies in.
+
+A file is written under a name of its own in the folder where it will stand, closed (on NFS a full disk is told only
+then), and given its name: by a hard link, which fails where a file stands already, or by a rename where the file system
+has no links. Both are one step for every machine, and nothing here needs locks or shared memory. Calls have no
+time-out of their own: a server that is gone holds them in the kernel, for as long as its mount options say.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from kvstore.environment import filesystem_of, is_network
+from kvstore.errors import NotAStoreError
+from kvstore.presence import explained, permit
+from kvstore.url import DURABILITY, MODE, READONLY, local_path
+from kvstore_zarr.device import NotAFileError, open_file
+from kvstore_zarr.folders import make_folder
+from kvstore_zarr.objects.client import Listed, ObjectClient
+from kvstore_zarr.objects.faults import Kind, RequestFailed
+from kvstore_zarr.objects.settings import TIMEOUT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+    from typing_extensions import Buffer
+
+    from kvstore.url import TierURL
+
+__all__ = ["DirectoryClient"]
+
+DRAFT = ".kvstore-draft-"
+DRAFT_LIVES_S = 3600.0
+"""A draft that is older than this was left by a process that died; no two machines' clocks differ by as much."""
+
+_KINDS = {
+    errno.ENOENT: Kind.MISSING,
+    errno.ENOTDIR: Kind.MISSING,
+    errno.EEXIST: Kind.EXISTS,
+    errno.EACCES: Kind.DENIED,
+    errno.EPERM: Kind.DENIED,
+    errno.EROFS: Kind.DENIED,
+    errno.ENOSPC: Kind.FULL,
+    errno.EDQUOT: Kind.FULL,
+    errno.EFBIG: Kind.FULL,
+    errno.ETIMEDOUT: Kind.TIMEOUT,
+}
+"""Anything else (EIO, ESTALE, a host that is down) may pass."""
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+
+
+class DirectoryClient(ObjectClient):
+    """The files below one directory."""
+
+    name: ClassVar[str] = "directory"
+    lists_in_pages = False
+
+    def __init__(self, url: TierURL) -> None:
+        super().__init__(url.option(TIMEOUT))
+        self._root = local_path(url)
+        self._mode = url.option(MODE)
+        self._durable = url.option(DURABILITY) == "fsync"
+        self._ready: set[str] = set()
+        with explained(self._root):
+            if not url.option(READONLY):
+                self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+                make_folder(self._root, self._mode)
+            if self._root.exists() and not self._root.is_dir():
+                raise NotAStoreError(f"{self._root} is not a directory: choose another path")
+        self.notes = _notes(self._root)
+
+    def close(self) -> None:
+        pass
+
+    def _at(self, path: str) -> str:
+        return f"{self._root}/{path}"
+
+    def _get(self, path: str, start: int) -> Buffer:
+        with open(open_file(self._at(path), os.O_RDONLY), "rb", buffering=0) as file:
+            found = np.empty(max(0, os.fstat(file.fileno()).st_size - start), np.uint8)
+            file.seek(start)
+            done = 0
+            while done < found.nbytes and (more := file.readinto(found[done:].data)):
+                done += more
+            return found[:done].data
+
+    def _put(self, path: str, parts: Sequence[NDArray[np.uint8]], *, new: bool) -> None:
+        target = self._at(path)
+        folder = target.rpartition("/")[0]
+        self._make_ready(folder)
+        draft = f"{folder}/{DRAFT}{secrets.token_hex(8)}"
+        try:
+            try:
+                self._write(draft, parts)
+            except FileNotFoundError:  # somebody removed the folder
+                self._ready.discard(folder)
+                self._make_ready(folder)
+                self._write(draft, parts)
+            if new:
+                _link(draft, target)
+            else:
+                os.replace(draft, target)  # noqa: PTH105
+            if self._durable:
+                _sync(folder)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(draft)  # noqa: PTH108
+
+    def _write(self, path: str, parts: Sequence[NDArray[np.uint8]]) -> None:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._mode), "wb", 0) as file:
+            permit(file.fileno(), self._mode)
+            for part in parts:
+                rest = part.data
+                while rest.nbytes:
+                    rest = rest[file.write(rest) or 0 :]
+            if self._durable:
+                os.fsync(file.fileno())
+
+    def _exists(self, path: str) -> bool:
+        return stat.S_ISREG(os.lstat(self._at(path)).st_mode)
+
+    def _delete(self, path: str) -> None:
+        os.unlink(self._at(path))  # noqa: PTH108
+
+    def _pages(self, folder: str, after: str) -> Iterator[Sequence[Listed]]:
+        """A page for each directory."""
+        names: list[str] = []
+        page: list[Listed] = []
+        with os.scandir(self._at(folder) if folder else self._root) as entries:
+            for entry in entries:
+                path = f"{folder}/{entry.name}" if folder else entry.name
+                if entry.is_dir(follow_symlinks=False):
+                    names.append(path)
+                elif not entry.name.startswith(DRAFT) and path > after and entry.is_file(follow_symlinks=False):
+                    with suppress(FileNotFoundError):  # removed meanwhile
+                        status = entry.stat(follow_symlinks=False)
+                        page.append(Listed(path, status.st_size, status.st_mtime))
+        if page:
+            yield sorted(page, key=lambda listed: listed.path)
+        for name in sorted(names):
+            with suppress(FileNotFoundError):
+                yield from self._pages(name, after)
+
+    def _folders(self) -> Sequence[str]:
+        with os.scandir(self._root) as entries:
+            return [entry.name for entry in entries if entry.is_dir()]
+
+    def fault_of(self, error: Exception) -> RequestFailed:
+        kind = _KINDS.get(error.errno or 0, Kind.UNREACHABLE) if isinstance(error, OSError) else Kind.REFUSED
+        return RequestFailed(Kind.REFUSED if isinstance(error, NotAFileError) else kind, str(error))
+
+    def _make_ready(self, folder: str) -> None:
+        """It is there, and what dead processes left in it is gone."""
+        if folder in self._ready:
+            return
+        missing: list[str] = []
+        above = folder
+        while not os.path.isdir(above):  # noqa: PTH112
+            missing.append(above)
+            above = above.rpartition("/")[0]
+        for path in reversed(missing):
+            make_folder(path, self._mode)
+        _sweep(folder)
+        self._ready.add(folder)
+
+
+def _link(draft: str, target: str) -> None:
+    try:
+        os.link(draft, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        raise RequestFailed(Kind.UNSUPPORTED, f"this file system has no hard links: {error}") from error
+
+
+def _sync(folder: str) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sweep(folder: str) -> None:
+    with os.scandir(folder) as entries:
+        drafts = [entry.path for entry in entries if entry.name.startswith(DRAFT)]
+    for draft in drafts:
+        with suppress(FileNotFoundError):
+            if time.time() - os.stat(draft).st_mtime > DRAFT_LIVES_S:  # noqa: PTH116
+                os.unlink(draft)  # noqa: PTH108
+
+
+def _notes(root: Path) -> tuple[str, ...]:
+    kind = filesystem_of(root) if root.exists() else ""
+    if not kind or is_network(kind):
+        return ()
+    local = f"{root} is on {kind}, a file system of this machine"
+    return (f"{local}: without remote=true the tier has an exact capacity, and direct I/O",)
