@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
     from types import FrameType
 
-__all__ = ["EXIT_FAULT", "EXIT_NOT_INTACT", "EXIT_OK", "EXIT_USAGE", "cli", "main", "run"]
+__all__ = ["EXIT_FAULT", "EXIT_FULL", "EXIT_NOT_INTACT", "EXIT_OK", "EXIT_USAGE", "cli", "main", "run"]
 
 EXIT_OK = 0
 EXIT_NOT_INTACT = 1
 EXIT_USAGE = 2
 EXIT_FAULT = 3
+EXIT_FULL = 4
 
 _COMMANDS: Mapping[str, tuple[str, str]] = {
     "demo": ("kvstore.cli.demo:demo", "Answer from blocks that another process computed, on a real model."),
@@ -41,6 +42,7 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
     "ls": ("kvstore.cli.ls:ls", "List a tier's namespaces, or the blocks of some of them."),
     "verify": ("kvstore.cli.verify:verify", "Read every block of a tier through its checks."),
     "reindex": ("kvstore.cli.reindex:reindex", "Make a local tier know the blocks that were copied into it."),
+    "cp": ("kvstore.cli.cp:cp", "Copy the blocks of one tier into another, checked on the way."),
     "doctor": ("kvstore.cli.doctor:doctor", "What a tier needs at its place, and whether it is there."),
     "bench": ("kvstore.cli.bench:bench", "How fast a tier is, beside the bare device, in one run."),
 }
@@ -56,6 +58,7 @@ Exit codes:
   1    something is not intact (verify: a block; demo: an answer; doctor: a problem)
   2    the command line, the URL or the location is wrong, or the tier cannot be used
   3    a fault in kvstore: please report the traceback
+  4    the tier has no room left: what was done until then stays
   130  interrupted; 128 + the number of another signal that ended it
 A reader that leaves early (kvstore verify … | head) changes none of them.
 """

@@ -153,8 +153,11 @@ def stderr_console() -> Console:
 
 
 @contextmanager
-def progress(what: str, total: int) -> Generator[Callable[..., object]]:
-    """Yields `advance(steps=1)`. On stderr: a bar where a person watches, else a line every few seconds."""
+def progress(what: str, total: int | None) -> Generator[Callable[..., object]]:
+    """Yields `advance(steps=1)`. On stderr: a bar where a person watches, else a line every few seconds.
+
+    `total=None`: how much there is to do is not known.
+    """
     console = stderr_console()
     if not console.is_terminal:
         yield _Lines(what, total).advance
@@ -171,7 +174,7 @@ class _Lines:
     """Progress for a log file; what is over within seconds needs none."""
 
     what: str
-    total: int
+    total: int | None
     done: int = 0
     told: float = field(default_factory=time.monotonic)
 
@@ -179,7 +182,8 @@ class _Lines:
         self.done += steps
         if time.monotonic() - self.told >= PROGRESS_S:
             self.told = time.monotonic()
-            click.echo(f"{self.what}: {self.done} of {self.total}", err=True)
+            of = "" if self.total is None else f" of {self.total}"
+            click.echo(f"{self.what}: {self.done}{of}", err=True)
 
 
 def age(moment: float | None) -> str:

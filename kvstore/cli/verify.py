@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import mmap
-import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import click
-import numpy as np
 
 from kvstore.cli import EXIT_NOT_INTACT
 from kvstore.cli._common import emit_json, json_option, open_to_inspect, print_table, progress
+from kvstore.cli._names import address_json
+from kvstore.reading import ThreadMemory, batches
 from kvstore.types import BlockRead, GetOutcome
 from kvstore.url import TierURL, format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from numpy.typing import NDArray
+    from collections.abc import Callable
 
     from kvstore.abc import BlockStore
     from kvstore.namespace import Namespace
@@ -84,8 +81,8 @@ def _check_namespace(store: BlockStore, space: Namespace, threads: int, advance:
         advance(len(results))
 
     with ThreadPoolExecutor(threads) as pool:
-        for keys in _batches(store, space):
-            pending.append(pool.submit(reader.read, keys))
+        for infos in batches(space, store.scan(space), store.capabilities.batch_bytes):
+            pending.append(pool.submit(reader.read, [info.key for info in infos]))
             if len(pending) > 2 * threads:
                 settle()
         while pending:
@@ -93,42 +90,17 @@ def _check_namespace(store: BlockStore, space: Namespace, threads: int, advance:
     return report
 
 
-def _batches(store: BlockStore, space: Namespace) -> Iterator[list[BlockKey]]:
-    batch: list[BlockKey] = []
-    room = store.capabilities.batch_bytes
-    for info in store.scan(space):
-        nbytes = space.block_bytes(info.key.group)
-        if batch and nbytes > room:
-            yield batch
-            batch, room = [], store.capabilities.batch_bytes
-        batch.append(info.key)
-        room -= nbytes
-    if batch:
-        yield batch
-
-
 class _Reader:
-    """Reads batches into page-aligned memory, which each thread keeps for its next batch."""
+    """Reads batches into memory that each thread keeps for its next batch."""
 
     def __init__(self, store: BlockStore, space: Namespace) -> None:
         self._store, self._space = store, space
-        self._kept = threading.local()
+        self._memory = ThreadMemory()
 
     def read(self, keys: list[BlockKey]) -> list[tuple[BlockKey, GetOutcome]]:
-        sizes = [self._space.block_bytes(key.group) for key in keys]
-        starts = np.cumsum([0, *(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE for nbytes in sizes)])
-        memory = self._memory(int(starts[-1]))
-        reads = [
-            BlockRead(key, memory[start : start + nbytes].data)
-            for key, start, nbytes in zip(keys, starts[:-1].tolist(), sizes, strict=True)
-        ]
+        buffers = self._memory.lend([self._space.block_bytes(key.group) for key in keys])
+        reads = [BlockRead(key, into) for key, into in zip(keys, buffers, strict=True)]
         return list(zip(keys, self._store.get_many_into(self._space, reads), strict=True))
-
-    def _memory(self, nbytes: int) -> NDArray[np.uint8]:
-        memory: NDArray[np.uint8] | None = getattr(self._kept, "memory", None)
-        if memory is None or memory.nbytes < nbytes:
-            memory = self._kept.memory = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
-        return memory
 
 
 def _record(store: BlockStore, report: _Report, results: list[tuple[BlockKey, GetOutcome]]) -> None:
@@ -150,13 +122,9 @@ def _as_json(tier: TierURL, reports: list[_Report]) -> dict[str, Any]:
         "intact": sum(report.intact for report in reports),
         "bytes": sum(report.bytes for report in reports),
         "removed_meanwhile": sum(report.gone for report in reports),
-        "corrupt": [_address(report, key) for report in reports for key in report.corrupt],
-        "missing": [_address(report, key) for report in reports for key in report.missing],
+        "corrupt": [address_json(report.namespace, key) for report in reports for key in report.corrupt],
+        "missing": [address_json(report.namespace, key) for report in reports for key in report.missing],
     }
-
-
-def _address(report: _Report, key: BlockKey) -> dict[str, Any]:
-    return {"namespace": report.namespace.name, "group": key.group, "digest": key.digest.hex()}
 
 
 def _show(tier: TierURL, reports: list[_Report]) -> None:

@@ -1,0 +1,29 @@
+"""How the commands name namespaces and blocks: by a prefix on the command line, in full in what machines read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from kvstore.abc import BlockStore
+    from kvstore.namespace import Namespace
+    from kvstore.types import BlockKey
+
+__all__ = ["address_json", "matching_namespaces"]
+
+
+def matching_namespaces(store: BlockStore, prefix: str) -> list[Namespace]:
+    """The store's namespaces whose names start with `prefix`; a usage error where none does."""
+    spaces = store.namespaces()
+    matching = [space for space in spaces if space.name.startswith(prefix.lower())]
+    if not matching:
+        listing = ", ".join(sorted(space.name for space in spaces)) or "none"
+        raise click.UsageError(f"{store.url}: no namespace starts with {prefix!r}. There are: {listing}")
+    return matching
+
+
+def address_json(namespace: Namespace, key: BlockKey) -> dict[str, Any]:
+    """A block's address for machines."""
+    return {"namespace": namespace.name, "group": key.group, "digest": key.digest.hex()}

@@ -1,0 +1,292 @@
+"""From one tier to another: `copy` reads blocks through their checks and puts them, with what is known of them.
+
+    source.scan ──► batches ──► threads: target.contains, source.get, target.put, target.mark ──► CopyReport
+
+What the target has is passed over, so that a copy which was interrupted, however hard, goes on where it was when it is
+started again. `kvstore cp` is this function.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections import Counter, deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvstore.errors import TierUnavailable
+from kvstore.marks import MarkOutcome
+from kvstore.reading import ThreadMemory, batches
+from kvstore.types import BlockRead, BlockWrite, GetOutcome, PutOutcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+
+    from kvstore.abc import BlockStore
+    from kvstore.marks import Mark
+    from kvstore.namespace import Namespace
+    from kvstore.types import BlockInfo, BlockKey
+
+__all__ = ["THREADS", "CopyReport", "Fate", "SpaceReport", "copy"]
+
+THREADS = 8
+"""Batches under way at a time: some are read while others are written."""
+
+REFUSED = 64
+"""Blocks that a target may refuse before anything else was put: then it refuses everything."""
+
+
+class Fate(enum.Enum):
+    """What became of one block of a copy."""
+
+    COPIED = "copied"
+    PRESENT = "present"
+    """The target had it. It has the source's marks now, too."""
+    CORRUPT = "corrupt"
+    """The source's block failed its checks; it is not copied."""
+    MISSING = "missing"
+    """The source lists it and cannot find it."""
+    GONE = "gone"
+    """The source evicted or removed it meanwhile."""
+    FAILED = "failed"
+    """The target's device refused it."""
+    FULL = "full"
+    """The target has no room for it."""
+
+
+@dataclass(slots=True)
+class SpaceReport:
+    """What became of the blocks of one namespace."""
+
+    namespace: Namespace
+    fates: Counter[Fate] = field(default_factory=Counter["Fate"])
+    bytes: int = 0
+    """Payload that was copied, or would be."""
+    marks: Counter[MarkOutcome] = field(default_factory=Counter["MarkOutcome"])
+    """What became of marks, one for each block and mark. `MISSING`: the target keeps none."""
+    bad: dict[Fate, list[BlockKey]] = field(default_factory=dict["Fate", "list[BlockKey]"])
+    """Which blocks were `CORRUPT`, `MISSING` and `FAILED`."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that were looked at."""
+        return self.fates.total()
+
+
+@dataclass(slots=True)
+class CopyReport:
+    """What a copy did. Everything that was chosen is in the target now if it is `ok`."""
+
+    spaces: list[SpaceReport] = field(default_factory=list["SpaceReport"])
+    full: bool = False
+    """The copy ended early: the target had no room, or began to evict."""
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether every block is intact and in the target."""
+        return not self.full and not any(report.bad for report in self.spaces)
+
+    @property
+    def fates(self) -> Counter[Fate]:
+        """Blocks by what became of them, over all namespaces."""
+        return sum((report.fates for report in self.spaces), Counter[Fate]())
+
+    @property
+    def marks(self) -> Counter[MarkOutcome]:
+        """Marks by what became of them, over all namespaces."""
+        return sum((report.marks for report in self.spaces), Counter[MarkOutcome]())
+
+    @property
+    def bytes(self) -> int:
+        """Payload copied, over all namespaces."""
+        return sum(report.bytes for report in self.spaces)
+
+    def of(self, fate: Fate) -> list[tuple[Namespace, BlockKey]]:
+        """The blocks that were `CORRUPT`, `MISSING` or `FAILED`."""
+        return [(report.namespace, key) for report in self.spaces for key in report.bad.get(fate, ())]
+
+
+def copy(
+    source: BlockStore,
+    target: BlockStore,
+    *,
+    namespaces: Iterable[Namespace] | None = None,
+    blocks: Callable[[Namespace], Iterable[BlockInfo]] | None = None,
+    threads: int = THREADS,
+    evict: bool = False,
+    dry_run: bool = False,
+    advance: Callable[[int], object] = lambda _: None,
+) -> CopyReport:
+    """Put into `target` each block of `source` that it does not have, with its position, parent and marks.
+
+    `namespaces` (all) and `blocks` (`source.scan`) say what of the source is copied. Ages and hits are not: a copy is
+    as young as it is. Every block is checked as it is read; of a source that was opened for writing, corrupt ones are
+    removed and the others count as used, as by any get. With `dry_run` nothing is read but the two stores' records.
+
+    Memory: `threads` batches of the smaller `batch_bytes` of the two. Ends early, with `CopyReport.full`, where a block
+    finds no room, or, unless `evict`, as soon as a target under a capacity evicts something to make room.
+    `advance(blocks)` is called as blocks are done with. Raises `TierUnavailable` when a store cannot tell, or when the
+    target refuses everything; what was put until then stays, and the next copy passes it over.
+    """
+    started = time.monotonic()
+    report = CopyReport()
+    watch = None if evict or dry_run else _Evictions.watched(target)
+    work = _Work(source, target, dry_run)
+    most = min(source.capabilities.batch_bytes, target.capabilities.batch_bytes, *([watch.step] if watch else []))
+    with _pool(threads) as pool:
+        pending: deque[tuple[SpaceReport, Future[_Batch]]] = deque()
+
+        def settle() -> None:
+            space, done = pending.popleft()
+            batch = done.result()
+            _record(space, batch)
+            report.full |= Fate.FULL in batch.fates or (watch is not None and watch.began(report.fates[Fate.COPIED]))
+            _check_accepted(target, report)
+            advance(len(batch.infos))
+
+        for space, infos in _all_batches(source, namespaces, blocks, most):
+            if not report.spaces or report.spaces[-1].namespace != space:
+                report.spaces.append(SpaceReport(space))
+            pending.append((report.spaces[-1], pool.submit(work.move, space, infos)))
+            if len(pending) > 2 * threads:
+                settle()
+            if report.full:
+                break
+        while pending:
+            if report.full and pending[0][1].cancel():
+                pending.popleft()
+            else:
+                settle()
+    report.seconds = time.monotonic() - started
+    return report
+
+
+@contextmanager
+def _pool(threads: int) -> Generator[ThreadPoolExecutor]:
+    """What is under way is waited for, as it uses the stores; what has not begun when the body fails never does."""
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-copy")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _all_batches(
+    source: BlockStore,
+    namespaces: Iterable[Namespace] | None,
+    blocks: Callable[[Namespace], Iterable[BlockInfo]] | None,
+    most: int,
+) -> Iterator[tuple[Namespace, list[BlockInfo]]]:
+    for space in source.namespaces() if namespaces is None else namespaces:
+        for infos in batches(space, (blocks or source.scan)(space), most):
+            yield space, infos
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Some blocks of one namespace, what became of each, and of their marks."""
+
+    infos: Sequence[BlockInfo]
+    fates: list[Fate]
+    marks: Counter[MarkOutcome]
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a thread does with a batch."""
+
+    source: BlockStore
+    target: BlockStore
+    dry_run: bool
+    memory: ThreadMemory = field(default_factory=ThreadMemory)
+
+    def move(self, space: Namespace, infos: Sequence[BlockInfo]) -> _Batch:
+        there = self.target.contains_many(space, [info.key for info in infos])
+        fates = dict.fromkeys((info.key for info in infos), Fate.PRESENT)
+        wanted = [info for info, present in zip(infos, there, strict=True) if not present]
+        if self.dry_run:
+            fates |= dict.fromkeys((info.key for info in wanted), Fate.COPIED)
+            return _Batch(infos, [fates[info.key] for info in infos], Counter())
+        if wanted:
+            fates |= self._copied(space, wanted)
+        arrived = [info for info in infos if fates[info.key] in (Fate.COPIED, Fate.PRESENT)]
+        return _Batch(infos, [fates[info.key] for info in infos], self._mark(space, arrived))
+
+    def _copied(self, space: Namespace, infos: Sequence[BlockInfo]) -> dict[BlockKey, Fate]:
+        buffers = self.memory.lend([space.block_bytes(info.key.group) for info in infos])
+        reads = [BlockRead(info.key, buffer) for info, buffer in zip(infos, buffers, strict=True)]
+        got = self.source.get_many_into(space, reads)
+        writes = [
+            BlockWrite(info.key, buffer, info.position, info.parent)
+            for info, buffer, outcome in zip(infos, buffers, got, strict=True)
+            if outcome is GetOutcome.HIT
+        ]
+        put = self.target.put_many(space, writes) if writes else []
+        fates = {write.key: _FATES[outcome] for write, outcome in zip(writes, put, strict=True)}
+        for info, outcome in zip(infos, got, strict=True):
+            if outcome is GetOutcome.CORRUPT:
+                fates[info.key] = Fate.CORRUPT
+        unread = [info.key for info, outcome in zip(infos, got, strict=True) if outcome is GetOutcome.MISS]
+        listed = self.source.contains_many(space, unread) if unread else []
+        return fates | {key: Fate.MISSING if still else Fate.GONE for key, still in zip(unread, listed, strict=True)}
+
+    def _mark(self, space: Namespace, infos: Sequence[BlockInfo]) -> Counter[MarkOutcome]:
+        """Give the target's blocks their marks: an earlier copy may have ended before it did."""
+        marked: dict[Mark, list[BlockKey]] = {}
+        for info in infos:
+            for mark in info.marks:
+                marked.setdefault(mark, []).append(info.key)
+        return Counter(outcome for mark, keys in marked.items() for outcome in self.target.mark_many(space, keys, mark))
+
+
+_FATES = {
+    PutOutcome.STORED: Fate.COPIED,
+    PutOutcome.EXISTS: Fate.PRESENT,
+    PutOutcome.FULL: Fate.FULL,
+    PutOutcome.FAILED: Fate.FAILED,
+}
+
+
+def _record(space: SpaceReport, batch: _Batch) -> None:
+    space.fates.update(batch.fates)
+    space.marks.update(batch.marks)
+    for info, fate in zip(batch.infos, batch.fates, strict=True):
+        if fate is Fate.COPIED:
+            space.bytes += space.namespace.block_bytes(info.key.group)
+        elif fate in (Fate.CORRUPT, Fate.MISSING, Fate.FAILED):
+            space.bad.setdefault(fate, []).append(info.key)
+
+
+def _check_accepted(target: BlockStore, report: CopyReport) -> None:
+    """Not to read a whole tier for a target that takes nothing."""
+    fates = report.fates
+    if fates[Fate.FAILED] >= REFUSED and not fates[Fate.COPIED]:
+        raise TierUnavailable(
+            f"{target.url} refused each of the first {fates[Fate.FAILED]} blocks: is it read-only here, or is its"
+            " device broken? kvstore doctor looks into it"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Evictions:
+    """Whether a target under a capacity has begun to evict: it then has fewer blocks than it had and was given."""
+
+    target: BlockStore
+    before: int
+    step: int
+    """Bytes in a batch at most, so that no single one evicts much."""
+
+    @classmethod
+    def watched(cls, target: BlockStore) -> _Evictions | None:
+        """None for a store without a capacity, which evicts nothing."""
+        if target.capabilities.can_hang:  # a bucket would be listed for the question
+            return None
+        usage = target.usage()
+        return None if usage.capacity is None else cls(target, usage.blocks, usage.capacity // 64)
+
+    def began(self, copied: int) -> bool:
+        """`copied`: blocks that were surely put since."""
+        return self.target.usage().blocks < self.before + copied
