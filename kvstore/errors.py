@@ -18,11 +18,14 @@
     │   ├── StoreFullError                   no space is left to open the tier in
     │   └── StoreDamagedError                the tier's own records cannot be trusted; says how to repair
     ├── InvalidBlockError (ValueError)       the caller's block does not fit the namespace
+    ├── NotStoredError (LookupError)         no such namespace, block or prefix to look at, or several: it lists them
+    ├── DamagedBlockError (ValueError)       the stored block that was to be looked at fails its checks
     ├── TierUnavailable (ConnectionError)    the store cannot tell now; the tier answers with misses meanwhile
     ├── StoreClosedError (RuntimeError)      used after `close`, or in a forked child
     └── ShutdownTimeout (TimeoutError)       transfers still hold memory that the caller must keep mapped
 
-A missing or a damaged block is none of these: it is a value (`GetOutcome.MISS`, `GetOutcome.CORRUPT`).
+To a store a missing or a damaged block is none of these but a value (`GetOutcome.MISS`, `GetOutcome.CORRUPT`); to who
+looks at that one block (`kvstore.inspect`) it is.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from __future__ import annotations
 __all__ = [
     "CapacityMismatchError",
     "ConfigurationError",
+    "DamagedBlockError",
     "InvalidBlockError",
     "InvalidOptionError",
     "InvalidURLError",
@@ -37,6 +41,7 @@ __all__ = [
     "MissingDependencyError",
     "NewerFormatError",
     "NotAStoreError",
+    "NotStoredError",
     "ShutdownTimeout",
     "StoreAccessError",
     "StoreClosedError",
@@ -112,6 +117,14 @@ class StoreDamagedError(StoreOpenError):
 
 class InvalidBlockError(KVStoreError, ValueError):
     """A block's size, digest length or group does not fit the namespace it is meant for."""
+
+
+class NotStoredError(KVStoreError, LookupError):
+    """What was to be looked at is not stored, or its name stands for several. The message lists what there is."""
+
+
+class DamagedBlockError(KVStoreError, ValueError):
+    """A stored block that was to be looked at fails its checks. It was left as it is."""
 
 
 class TierUnavailable(KVStoreError, ConnectionError):  # noqa: N818 - a state of the tier, not a fault of the call

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections import Counter
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvstore.cli._output import printable
-from kvstore.errors import CapacityMismatchError, InvalidOptionError, StoreFullError, StoreNotFoundError
-from kvstore.registry import backend_class, open_store
-from kvstore.url import READONLY, format_size
+from kvstore.inspect.opening import open_to_look
+from kvstore.inspect.summary import NamespaceSummary, summaries
+from kvstore.inspect.wording import age
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvstore.abc import BlockStore
-    from kvstore.namespace import Namespace
     from kvstore.url import TierURL
 
 __all__ = [
@@ -48,81 +46,11 @@ json_option: Callable[[Callable[..., Any]], Callable[..., Any]] = click.option(
 
 
 def open_to_inspect(url: TierURL) -> BlockStore:
-    """Open a tier so that looking at it changes nothing: a location that does not exist is an error, not created.
-
-    Every option is checked. A `capacity` other than the tier's own is passed over with a note on stderr: it would take
-    effect when the tier is opened for writing, and looking depends on none.
-    """
-    checked = url.validated(backend_class(url).options)
-    if "readonly" in url.raw_options and not checked.option(READONLY):
-        raise InvalidOptionError(f"{url}: this command only looks and opens every tier read-only: leave out readonly")
-    options = {**url.raw_options, "readonly": True}
-    try:
-        return open_store(replace(url, raw_options=options))
-    except (CapacityMismatchError, StoreFullError):
-        if options.pop("capacity", None) is None:
-            raise
-        store = open_store(replace(url, raw_options=options))
-        click.echo(f"note: {url}: the capacity asked for is not the tier's, {_capacity(store)}", err=True)
-        return store
-    except StoreNotFoundError as error:
-        if url.scheme != "memory":
-            raise
-        raise StoreNotFoundError(f"{error}. Blocks in the memory of another process cannot be seen from here") from None
-
-
-def _capacity(store: BlockStore) -> str:
-    capacity = store.usage().capacity
-    return "which has none" if capacity is None else format_size(capacity, exact=True)
-
-
-@dataclass(frozen=True, slots=True)
-class NamespaceSummary:
-    """One namespace as counted by a scan. Times are seconds since the epoch; None where there are no blocks."""
-
-    namespace: str
-    model: str
-    revision: str
-    block_tokens: int
-    groups: int
-    blocks: int
-    bytes: int
-    oldest: float | None
-    newest: float | None
-    last_used: float | None
-    pinned: int
-    """Blocks that are not evicted."""
-    labels: dict[str, int]
-    """Blocks by label; one with several is counted for each."""
-
-
-def summaries(store: BlockStore) -> list[NamespaceSummary]:
-    """Every namespace of the store with its blocks counted, largest first."""
-    return sorted((_summary(store, space) for space in store.namespaces()), key=lambda summary: -summary.bytes)
-
-
-def _summary(store: BlockStore, namespace: Namespace) -> NamespaceSummary:
-    blocks, total, pinned, oldest, newest, used = 0, 0, 0, float("inf"), 0.0, 0.0
-    labels: Counter[str] = Counter()
-    for info in store.scan(namespace):
-        blocks, total = blocks + 1, total + info.stored_bytes
-        pinned += info.pinned
-        labels.update(info.labels)
-        oldest, newest, used = min(oldest, info.created), max(newest, info.created), max(used, info.last_used)
-    return NamespaceSummary(
-        namespace=namespace.name,
-        model=namespace.model,
-        revision=namespace.revision,
-        block_tokens=namespace.block_tokens,
-        groups=len(namespace.layouts),
-        blocks=blocks,
-        bytes=total,
-        oldest=oldest if blocks else None,
-        newest=newest if blocks else None,
-        last_used=used if blocks else None,
-        pinned=pinned,
-        labels=dict(sorted(labels.items())),
-    )
+    """`open_to_look`, with what there is to say of it on stderr."""
+    store, note = open_to_look(url)
+    if note:
+        click.echo(f"note: {note}", err=True)
+    return store
 
 
 def emit_json(value: object) -> None:
@@ -184,14 +112,3 @@ class _Lines:
             self.told = time.monotonic()
             of = "" if self.total is None else f" of {self.total}"
             click.echo(f"{self.what}: {self.done}{of}", err=True)
-
-
-def age(moment: float | None) -> str:
-    """How long ago, for people: `5 s`, `3.0 h`, `2.1 d`."""
-    if moment is None:
-        return "-"
-    seconds = max(0.0, time.time() - moment)
-    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.0f} s"

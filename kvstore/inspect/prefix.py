@@ -1,0 +1,127 @@
+"""A stored prefix: the blocks from the beginning of a prompt up to one of them, as one array over all its tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstore.inspect.axes import tokens_of
+from kvstore.inspect.block import BlockView
+from kvstore.inspect.needs import needed
+from kvstore.inspect.wording import short
+from kvstore.types import NO_PARENT, NO_POSITION
+from kvstore.url import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy as np
+    import pandas as pd
+    import xarray
+    from numpy.typing import NDArray
+
+    from kvstore.abc import BlockStore
+    from kvstore.inspect.axes import Axes
+    from kvstore.inspect.reading import BlockReader
+    from kvstore.namespace import Namespace
+    from kvstore.types import BlockInfo, BlockKey
+
+__all__ = ["PrefixView"]
+
+
+class PrefixView:
+    """Blocks of one KV-cache group that follow each other, `infos`, up to the one that names the prefix.
+
+    Iterating gives a `BlockView` for each; `view[3]` is one of them. `complete` says whether they begin at position 0;
+    where they do not, what came before is not stored any more. What reads raises what `BlockView` does. Thread-safe.
+    """
+
+    def __init__(self, reader: BlockReader, namespace: Namespace, infos: Sequence[BlockInfo], axes: Axes) -> None:
+        self.namespace = namespace
+        self.infos = tuple(infos)
+        self.axes = axes
+        self._reader = reader
+
+    @property
+    def digest(self) -> str:
+        """The last block's digest in hex, which stands for the whole prefix."""
+        return self.infos[-1].key.digest.hex()
+
+    @property
+    def group(self) -> int:
+        """The KV-cache group of all of them."""
+        return self.infos[-1].key.group
+
+    @property
+    def keys(self) -> list[BlockKey]:
+        """The blocks' keys, first to last."""
+        return [info.key for info in self.infos]
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The last block's labels."""
+        return self.infos[-1].labels
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is missing before the first block."""
+        return self.infos[0].position == 0 and self.infos[0].parent == NO_PARENT
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the blocks that are there."""
+        return len(self.infos) * tokens_of(self.namespace, self.group)
+
+    @property
+    def store(self) -> BlockStore:
+        """Where they are."""
+        return self._reader.store
+
+    @property
+    def why_opaque(self) -> str:
+        """Why the bytes cannot be told apart; empty where they can."""
+        return self.axes.why_opaque
+
+    def blocks(self) -> pd.DataFrame:
+        """One row for each block, first to last; columns as in `NamespaceView.blocks`."""
+        needed("pandas")
+        from kvstore.inspect.frames import blocks_frame
+
+        return blocks_frame(self.namespace, self.infos)
+
+    def xarray(self, dtype: str | None = None) -> xarray.DataArray:
+        """The values over all tokens as one labelled array, none of them read before they are asked for.
+
+        Only blocks that have a share in what is selected are read. Blocks without a token axis stand one after another
+        along an axis `block`. Coordinates, attributes and `dtype` as in `BlockView.xarray`.
+        """
+        needed("xarray")
+        from kvstore.inspect.labels import prefix_array
+
+        return prefix_array(self, dtype)
+
+    def read_each(self, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
+        """For `kvstore.inspect.lazy`: the bytes of blocks by their place in `infos`."""
+        return self._reader.read_each(self.namespace, [self.infos[number].key for number in numbers])
+
+    def __len__(self) -> int:
+        return len(self.infos)
+
+    def __iter__(self) -> Iterator[BlockView]:
+        return (self[number] for number in range(len(self.infos)))
+
+    def __getitem__(self, number: int) -> BlockView:
+        return BlockView(self._reader, self.namespace, self.infos[number], self.axes)
+
+    def __repr__(self) -> str:
+        start = self.infos[0].position
+        begins = "" if self.complete else " of unknown place" if start == NO_POSITION else f" from block {start} on"
+        size = format_size(sum(info.stored_bytes for info in self.infos))
+        return (
+            f"<PrefixView {short(self.digest)} group {self.group}: {len(self.infos):,} blocks{begins},"
+            f" {self.tokens:,} tokens, {size}, in {self.store.url}>"
+        )
+
+    def _repr_html_(self) -> str:
+        from kvstore.inspect.html import prefix_html
+
+        return prefix_html(self)
