@@ -97,7 +97,7 @@ def explained(directory: Path) -> Generator[None]:
         raise kind(f"{directory} cannot be used as a tier: {error.strerror}{named}: {remedy}") from error
 
 
-def permit(file: int | Path, mode: int) -> None:
+def permit(file: int | str | Path, mode: int) -> None:
     """Give a file (a descriptor or a path) exactly `mode`, if it is ours: the umask has narrowed what it was made with,
     and of others' files it is for them to say.
     """

@@ -5,6 +5,8 @@ catalogue's `folders` database; a put reserves the most that its names can add, 
 publishes.
 """
 
+# ruff: noqa: PTH102, PTH104, PTH110, PTH112 - plain strings: a Path costs more than the system call it is made for
+
 from __future__ import annotations
 
 import os
@@ -46,12 +48,16 @@ def occupied(path: str | Path) -> int:
         return 0
 
 
-def make_folder(path: Path, mode: int) -> None:
+def make_folder(path: str | Path, mode: int) -> None:
     """Make the directory `path`, unless it is there, with the search bits that go with the file permissions `mode`."""
-    new = not path.is_dir()
-    path.mkdir(mode=0o700, exist_ok=True)
-    if new or mode & 0o077:
-        permit(path, mode | (mode & 0o444) >> 2)  # not left to the umask: the option says who may read
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise
+        if not mode & 0o077:
+            return
+    permit(path, mode | (mode & 0o444) >> 2)  # not left to the umask: the option says who may read
 
 
 class Folders:
@@ -79,22 +85,26 @@ class Folders:
         folder = tree.folder(key)
         if folder in self._made and not again:
             return
-        if not (self._root / folder / METADATA_NAME).exists():
+        if not os.path.exists(f"{self._root}/{folder}/{METADATA_NAME}"):
             for path, text in tree.documents(key).items():
-                self._describe(self._root / path, text, self._temporaries / unique)
+                above = path.removesuffix(f"/{METADATA_NAME}")
+                if above not in self._made or again:
+                    self._describe(f"{self._root}/{above}", text, f"{self._temporaries}/{unique}")
+                    self._made.add(above)
         self._made.add(folder)
 
-    def _describe(self, document: Path, text: bytes, draft: Path) -> None:
-        if document.exists():
+    def _describe(self, folder: str, text: bytes, draft: str) -> None:
+        document = f"{folder}/{METADATA_NAME}"
+        if os.path.exists(document):
             return
-        make_folder(document.parent, self._mode)
+        make_folder(folder, self._mode)
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, self._mode)
         try:
             permit(fd, self._mode)
             os.write(fd, text)
         finally:
             os.close(fd)
-        draft.rename(document)
+        os.rename(draft, document)
 
     def measure(self, folders: Iterable[str]) -> dict[str, int]:
         """What has grown since this process last recorded it: `folders`, and what stands above those that are new."""
@@ -102,7 +112,8 @@ class Folders:
         for folder in [path for path in paths if path not in self._counted and path != self._drafts]:
             space, group, _ = folder.split("/")
             above = (space, f"{space}/{group}", folder)
-            paths.update((".",), above, (f"{path}/{METADATA_NAME}" for path in above))
+            documents = (f"{path}/{METADATA_NAME}" for path in above)
+            paths.update((".",), above, (path for path in documents if path not in self._counted))
         sizes = {path: occupied(f"{self._root}/{path}") for path in paths}
         return {path: nbytes for path, nbytes in sizes.items() if nbytes > self._counted.get(path, -1)}
 
@@ -133,6 +144,16 @@ class Folders:
         """What all recorded folders occupy, in bytes."""
         stored = txn.get(_TOTAL, db=self._database)
         return _U64.unpack(stored)[0] if stored is not None else 0
+
+    def drop(self, txn: lmdb.Transaction[memoryview], namespace: str) -> None:
+        """Drop the records of what stands in a namespace's folder, which is about to go."""
+        cursor, freed = txn.cursor(self._database), 0
+        while cursor.set_range(namespace.encode()) and bytes(cursor.key()).startswith(namespace.encode()):
+            freed += _U64.unpack(cursor.value())[0]
+            cursor.delete()
+        txn.put(_TOTAL, _U64.pack(max(0, self.total(txn) - freed)), db=self._database)
+        for counted in [path for path in self._counted if path.startswith(namespace)]:
+            del self._counted[counted]
 
     def forget(self, txn: lmdb.Transaction[memoryview]) -> None:
         """Drop every record, before a rebuild."""

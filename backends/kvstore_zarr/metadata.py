@@ -58,6 +58,7 @@ class NamespaceTree:
         self._suffixes = tuple(".0" * len(layout.shape) for layout in namespace.layouts)
         self.frames = tuple(BlockFrame(layout.nbytes) for layout in namespace.layouts)
         self._of_namespace = _dump(self._namespace_document())
+        self._of_group = _dump(_group_document({}))
         self._of_arrays = tuple(_dump(self._array_document(layout)) for layout in namespace.layouts)
         self._groups = tuple(f"{namespace.name}/g{group}" for group in range(len(namespace.layouts)))
 
@@ -99,7 +100,7 @@ class NamespaceTree:
         name, group = self.namespace.name, self._groups[key.group]
         return {
             f"{name}/{METADATA_NAME}": self._of_namespace,
-            f"{group}/{METADATA_NAME}": _dump(_group_document({})),
+            f"{group}/{METADATA_NAME}": self._of_group,
             f"{self.folder(key)}/{METADATA_NAME}": self._of_arrays[key.group],
         }
 
