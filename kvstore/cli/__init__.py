@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
     from types import FrameType
 
-__all__ = ["EXIT_FAULT", "EXIT_FULL", "EXIT_NOT_INTACT", "EXIT_OK", "EXIT_USAGE", "cli", "main", "run"]
+    from click.shell_completion import CompletionItem
+
+__all__ = ["COMMANDS", "EXIT_FAULT", "EXIT_FULL", "EXIT_NOT_INTACT", "EXIT_OK", "EXIT_USAGE", "cli", "main", "run"]
 
 EXIT_OK = 0
 EXIT_NOT_INTACT = 1
@@ -36,26 +38,40 @@ EXIT_USAGE = 2
 EXIT_FAULT = 3
 EXIT_FULL = 4
 
-_COMMANDS: Mapping[str, tuple[str, str]] = {
-    "demo": ("kvstore.cli.demo:demo", "Answer from blocks that another process computed, on a real model."),
-    "stat": ("kvstore.cli.stat:stat", "What is in a tier: namespaces, blocks, bytes, ages, how full it is."),
-    "ls": ("kvstore.cli.ls:ls", "List a tier's namespaces, or the blocks of some of them."),
-    "verify": ("kvstore.cli.verify:verify", "Read every block of a tier through its checks."),
-    "reindex": ("kvstore.cli.reindex:reindex", "Make a local tier know the blocks that were copied into it."),
-    "cp": ("kvstore.cli.cp:cp", "Copy the blocks of one tier into another, checked on the way."),
-    "doctor": ("kvstore.cli.doctor:doctor", "What a tier needs at its place, and whether it is there."),
-    "bench": ("kvstore.cli.bench:bench", "How fast a tier is, beside the bare device, in one run."),
+COMMANDS: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "Look": {
+        "stat": ("kvstore.cli.stat:stat", "What is in a tier: namespaces, blocks, bytes, ages, how full it is."),
+        "ls": ("kvstore.cli.ls:ls", "List a tier's namespaces, or the blocks of some of them."),
+        "verify": ("kvstore.cli.verify:verify", "Read every block of a tier through its checks."),
+    },
+    "Move": {
+        "cp": ("kvstore.cli.cp:cp", "Copy the blocks of one tier into another, checked on the way."),
+    },
+    "Keep": {
+        "reindex": ("kvstore.cli.reindex:reindex", "Make a local tier know the blocks that were copied into it."),
+    },
+    "Try and measure": {
+        "doctor": ("kvstore.cli.doctor:doctor", "What a tier needs at its place, and whether it is there."),
+        "bench": ("kvstore.cli.bench:bench", "How fast a tier is, beside the bare device, in one run."),
+        "demo": ("kvstore.cli.demo:demo", "Answer from blocks that another process computed, on a real model."),
+    },
+    "Shell": {
+        "completion": ("kvstore.cli.completion:completion", "What makes bash, zsh or fish complete this command."),
+    },
 }
+"""By purpose: each command's dotted path, imported when it is called, and its one-line help."""
+
+_TABLE = {name: entry for commands in COMMANDS.values() for name, entry in commands.items()}
 
 _EPILOG = """\
 \b
 A tier is a URL:
-  file:///mnt/nvme/kv        lmdb:///mnt/nvme/kv.lmdb        memory://name
+  file:///mnt/nvme/kv        lmdb:///mnt/nvme/kv.lmdb        s3://bucket/prefix
 
 \b
 Exit codes:
   0    done; what was checked is intact
-  1    something is not intact (verify: a block; demo: an answer; doctor: a problem)
+  1    something is not intact, or was not done for every block; the output names it
   2    the command line, the URL or the location is wrong, or the tier cannot be used
   3    a fault in kvstore: please report the traceback
   4    the tier has no room left: what was done until then stays
@@ -68,18 +84,27 @@ class _LazyGroup(click.Group):
     """Commands by dotted path, imported when they are called; their one-line help stands in the table."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        return list(_COMMANDS)
+        return list(_TABLE)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        if cmd_name not in _COMMANDS:
+        if cmd_name not in _TABLE:
             return None
-        module, _, name = _COMMANDS[cmd_name][0].partition(":")
+        module, _, name = _TABLE[cmd_name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in _COMMANDS.items()])
+        for purpose, commands in COMMANDS.items():
+            with formatter.section(purpose):
+                width = max(map(len, _TABLE))
+                formatter.write_dl([(name.ljust(width), summary) for name, (_, summary) in commands.items()])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """As click's own, but that no command is imported for its one-line help."""
+        from click.shell_completion import CompletionItem
+
+        names = [CompletionItem(name, help=text) for name, (_, text) in _TABLE.items() if name.startswith(incomplete)]
+        return names + click.Command.shell_complete(self, ctx, incomplete)
 
 
 def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:

@@ -64,8 +64,9 @@ class _Guarded(io.TextIOBase):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
-    def write(self, text: str, /) -> int:
-        self._try(lambda: self._stream.write(text))
+    def write(self, text: str | bytes, /) -> int:  # click completes in bytes
+        said = text.decode() if isinstance(text, bytes) else text
+        self._try(lambda: self._stream.write(said))
         return len(text)
 
     def flush(self) -> None:

