@@ -54,12 +54,12 @@ def open_tier(url: TierURL) -> tuple[LocalTier, str | None]:
     root = local_path(url)
     with _explaining(root):
         _check_location(root, url)
+        check_filesystem(root)
         mode = url.option(MODE) if MODE.name in url.raw_options else mode_of(root / INNER)
         if not url.option(READONLY):
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             for folder in (root, root / INNER, root / CATALOGUE, root / DRAFTS):
                 make_folder(folder, mode)
-        check_filesystem(root)
         with Presence.opening(root / INNER, readonly=url.option(READONLY), mode=mode) as presence:
             must_rebuild = _must_rebuild(root / CATALOGUE, presence)
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import fsspec
@@ -114,6 +115,29 @@ class TestFolderThroughFsspec(StoreTests):
         else:
             filesystem.makedirs(path.rpartition("/")[0], exist_ok=True)
             filesystem.pipe_file(path, data)
+
+
+class TestDirectoryThatMachinesShare(StoreTests):
+    """`file://…?remote=true`: files, by way of a link."""
+
+    @pytest.fixture
+    def url(self, tmp_path: object) -> str:
+        return f"file://{tmp_path}/tier?remote=true"
+
+    def raw_get(self, url: str, namespace: Namespace, key: BlockKey) -> bytes:
+        return file_of(url, namespace, key).read_bytes()
+
+    def raw_set(self, url: str, namespace: Namespace, key: BlockKey, data: bytes | None) -> None:
+        path = file_of(url, namespace, key)
+        if data is None:
+            path.unlink()
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+
+
+def file_of(url: str, namespace: Namespace, key: BlockKey) -> Path:
+    return Path(TierURL.parse(url).location, NamespaceTree(namespace).block(key))
 
 
 def in_memory(url: str) -> str:

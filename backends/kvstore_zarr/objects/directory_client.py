@@ -157,7 +157,7 @@ class DirectoryClient(ObjectClient):
 
     def fault_of(self, error: Exception) -> RequestFailed:
         kind = _KINDS.get(error.errno or 0, Kind.UNREACHABLE) if isinstance(error, OSError) else Kind.REFUSED
-        return RequestFailed(Kind.REFUSED if isinstance(error, NotAFileError) else kind, str(error))
+        return RequestFailed(Kind.MISSING if isinstance(error, NotAFileError) else kind, str(error))
 
     def _make_ready(self, folder: str) -> None:
         """It is there, and what dead processes left in it is gone."""
