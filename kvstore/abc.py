@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, ClassVar
 
 from kvstore.marks import MarkOutcome
@@ -30,10 +31,13 @@ if TYPE_CHECKING:
     from kvstore.doctor import Finding
     from kvstore.marks import Mark
     from kvstore.namespace import Namespace
-    from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, Usage
+    from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, Leftover, PutOutcome, Usage
     from kvstore.url import Option, TierURL
 
 __all__ = ["BlockStore", "Capabilities"]
+
+DROPPED_AT_ONCE = 1000
+"""Blocks of a namespace that is dropped, in one `delete_many`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,12 @@ class Capabilities:
     """What an operator should know, e.g. why O_DIRECT is not in use."""
     marks: bool = False
     """Labels, pins and tenants are kept (`BlockStore.mark_many`)."""
+    uses: bool = False
+    """It keeps when a block was last used (`BlockInfo.last_used`), over restarts where it is persistent: `ttl` counts
+    from there, and puts take back some of what has expired. False: from when a block was stored."""
+    capacity_is_exact: bool = True
+    """A put makes room under the option `capacity`. False: the store may exceed it until somebody collects what is over
+    (`kvstore gc`, a sweep)."""
 
 
 class BlockStore(ABC):
@@ -146,6 +156,36 @@ class BlockStore(ABC):
     def scan_marked(self, namespace: Namespace, mark: Mark) -> Iterator[BlockInfo]:
         """`scan`, of the blocks alone that have a mark which `mark` stands for. `Mark()`: any mark."""
         return (info for info in self.scan(namespace) if any(mark.names(one) for one in info.marks))
+
+    def scan_ages(self, namespace: Namespace) -> Iterator[BlockInfo]:
+        """`scan`, as cheaply as keys, sizes, times and pins can be had: all the rest may be missing.
+
+        For who counts blocks, or removes old ones. The times are those that the store knows; see `Capabilities.notes`.
+        """
+        return self.scan(namespace)
+
+    def remove_unused(self, namespace: Namespace, infos: Sequence[BlockInfo]) -> list[bool]:
+        """Remove each block that is still as `scan_ages` said; True for each removed.
+
+        One that was used, pinned or stored anew since stays, as far as the store can tell.
+        """
+        return self.delete_many(namespace, [info.key for info in infos])
+
+    def drop_namespace(self, namespace: Namespace) -> int:
+        """Remove a namespace as a whole: all its blocks, pinned ones as well, then its manifest. How many blocks.
+
+        A block that is put meanwhile stays, or goes with the rest; the next put into it makes the namespace anew. An
+        unknown or empty one is no error. Nothing happens on a read-only store. Where others have the tier open, the
+        manifest may stay until a later call. This default removes the blocks that a scan finds, and no manifest.
+        """
+        dropped, scan = 0, self.scan_ages(namespace)
+        while some := [info.key for info in islice(scan, DROPPED_AT_ONCE)]:
+            dropped += sum(self.delete_many(namespace, some))
+        return dropped
+
+    def leftovers(self, *, remove: bool = False) -> list[Leftover]:  # noqa: ARG002 - for stores that have some
+        """What writers that died left in the tier, and nothing takes away by itself; `remove` takes it away."""
+        return []
 
     @classmethod
     def serving(cls, url: TierURL) -> type[BlockStore]:  # noqa: ARG003 - for backends that look

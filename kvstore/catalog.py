@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
@@ -35,6 +34,7 @@ from kvstore.records import (
     Victim,
     address_of,
 )
+from kvstore.retention import Retention, now_ns
 from kvstore.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -201,6 +201,20 @@ class Change(Snapshot):
             used.append(replace(entry, last_used=max(entry.last_used, last_used), hits=hits))
         self._put(used)
 
+    def redate(self, victims: Iterable[Victim]) -> None:
+        """Set the times of blocks that are ahead of the clock (`Snapshot.ahead`) to now."""
+        now = now_ns()
+        ahead = [victim for victim in victims if self.txn.delete(victim.name, db=self._age)]
+        entries = filter(None, self.find([victim.address for victim in ahead]))
+        self._put([replace(entry, last_used=now, created=min(entry.created, now)) for entry in entries])
+
+    def drop_namespace(self, fingerprint: bytes) -> bool:
+        """Forget a namespace's manifest, unless it has blocks; whether it is forgotten."""
+        if next(self.scan(fingerprint), None) is not None:
+            return False
+        self.txn.delete(fingerprint, db=self._namespaces)
+        return True
+
     def clear(self) -> None:
         """Forget every block and intent and zero the sums; format, cap, namespaces and counters stay."""
         for database in (self._meta, self._age, self._marks, self._intents):
@@ -257,9 +271,14 @@ class Catalog:
     `settle`; a process that dies loses at most those notes.
     """
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: Environment, retention: Retention | None = None) -> None:
         self.environment = environment
+        self.retention = retention or Retention()
+        """How long this opener keeps blocks: `Snapshot.alive` and `expired` go by it."""
+        self.patrolled = b""
+        """Up to where `Snapshot.expired` has looked for old blocks."""
         self._notes: dict[bytes, tuple[int, int]] = {}
+        self._noted_since = 0
         self._lock = threading.Lock()
 
     def prepare(self, capacity: int | None, *, alone: bool) -> int | None:
@@ -300,15 +319,17 @@ class Catalog:
 
     def note(self, addresses: Iterable[bytes], *, hits: int = 1) -> bool:
         """These blocks were used now (`hits=0`: touched, not read); of several the last is the oldest, so that the end
-        of a prefix goes before its beginning. True when so many notes wait that the caller should `settle` from a
-        thread that may wait for the write lock.
+        of a prefix goes before its beginning. True when so many notes wait, or so long, that the caller should `settle`
+        from a thread that may wait for the write lock.
         """
-        now = time.time_ns()
+        now, due = now_ns(), self.retention.note_of_use_due_ns()
         with self._lock:
+            if not self._notes:
+                self._noted_since = now
             for index, address in enumerate(addresses):
                 _, before = self._notes.get(address, (0, 0))
                 self._notes[address] = (now - index, before + hits)
-            return len(self._notes) >= SETTLE_DUE
+            return len(self._notes) >= SETTLE_DUE or (due is not None and now - self._noted_since >= due)
 
     def noted(self, address: bytes) -> int:
         """When this process last used a block, if that is not settled yet; else 0."""

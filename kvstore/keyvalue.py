@@ -27,6 +27,7 @@ from kvstore.errors import (
 )
 from kvstore.inuse import InUse
 from kvstore.namespace import Namespace
+from kvstore.retention import TTL, TTL_FROM, Retention
 from kvstore.types import GetOutcome, PutOutcome, Usage
 from kvstore.url import READONLY
 from kvstore.values import HEAD_BYTES, MANIFEST, Facts, Reading, key_of, name_of, stored_bytes, value_of
@@ -62,10 +63,11 @@ class KeyValueStore(BlockStore):
     contract says. It neither keeps nor changes a buffer after it has returned.
 
     There is no capacity: an order of use that outlives the process, and holds for all that share the store, has to be
-    kept where the blocks are, which names and values alone do not give. Let the device evict, where it can.
+    kept where the blocks are, which names and values alone do not give. Let the device evict, where it can. A `ttl`
+    there is, from when a block was stored: a get removes what has expired, and so does `kvstore gc`.
     """
 
-    options: ClassVar[tuple[Option[object], ...]] = (READONLY,)
+    options: ClassVar[tuple[Option[object], ...]] = (READONLY, TTL, TTL_FROM)
 
     errors: ClassVar[tuple[type[Exception], ...]] = ()
     """What the client library raises when it cannot tell, beside `OSError`: such as `(sqlite3.Error,)`."""
@@ -149,6 +151,7 @@ class KeyValueStore(BlockStore):
     def __init__(self, url: TierURL) -> None:
         super().__init__(url)
         self.readonly = url.option(READONLY)
+        self._retention = Retention.of(url)
         self._use = InUse(url)
         self._failures: tuple[type[Exception], ...] = (OSError, *self.errors)
         try:
@@ -164,7 +167,10 @@ class KeyValueStore(BlockStore):
 
     def contains_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         with self._using():
-            return list(self.exist_many(_checked_names(namespace, keys)))
+            names = _checked_names(namespace, keys)
+            if not self._retention:
+                return list(self.exist_many(names))
+            return [facts is not None and not self._expired(facts) for facts in self._heads(namespace, keys)]
 
     def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
         with self._using():
@@ -174,6 +180,8 @@ class KeyValueStore(BlockStore):
             kept = self._keep_manifest(namespace)
             if not kept.present:
                 return [kept] * len(blocks)
+            if self._retention:
+                self._remove_expired(namespace, [block.key for block in blocks])
             # One after another, so that a payload is still in the processor's cache when it is written.
             values = ((name_of(namespace, block.key), value_of(namespace, block, data)) for block, data in checked)
             return list(self.write_many(values))
@@ -194,6 +202,13 @@ class KeyValueStore(BlockStore):
         with self._using():
             keys = self._keys(namespace)
         return self._infos(namespace, keys)
+
+    def drop_namespace(self, namespace: Namespace) -> int:
+        dropped = super().drop_namespace(namespace)
+        with self._using():
+            if not self.readonly:
+                list(self.remove_many([MANIFEST + namespace.name]))
+        return dropped
 
     def usage(self) -> Usage:
         """From names alone, in bytes of their values; override it where the device knows better."""
@@ -238,9 +253,32 @@ class KeyValueStore(BlockStore):
         if count is None:
             return GetOutcome.MISS
         if read.is_intact(count):
-            return GetOutcome.HIT
+            if not self._retention or not self._expired(read.facts()):
+                return GetOutcome.HIT
+            self._discard(name_of(read.namespace, read.key))
+            return GetOutcome.MISS
         self._discard(name_of(read.namespace, read.key))
         return GetOutcome.CORRUPT
+
+    def _expired(self, facts: Facts) -> bool:
+        """Whether the block has; it is not known when it was last used."""
+        return self._retention.has_expired(facts.created, facts.created, self._retention.cutoff())
+
+    def _heads(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[Facts | None]:
+        """What the head of each block says; None where there is no block."""
+        heads = [bytearray(HEAD_BYTES) for _ in keys]
+        reads = ((name_of(namespace, key), [memoryview(head)]) for key, head in zip(keys, heads, strict=True))
+        counts = self.read_many_into(reads)
+        return [
+            None if count is None else Facts.unpacked(namespace, key, bytes(head)) or Facts.unknown()
+            for key, head, count in zip(keys, heads, counts, strict=True)
+        ]
+
+    def _remove_expired(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
+        heads = zip(keys, self._heads(namespace, keys), strict=True)
+        expired = [name_of(namespace, key) for key, facts in heads if facts is not None and self._expired(facts)]
+        if expired:
+            list(self.remove_many(expired))
 
     def _discard(self, name: str) -> None:
         """Remove what is damaged; where that fails it is found damaged again."""

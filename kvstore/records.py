@@ -157,6 +157,11 @@ class Victim:
         return _ORDER.pack(self.last_used) + self.address
 
     @classmethod
+    def of(cls, entry: Entry) -> Victim:
+        """The block of an entry, as it is there."""
+        return cls(entry.address, entry.last_used, entry.size, entry.generation)
+
+    @classmethod
     def unpacked(cls, name: memoryview | bytes, value: memoryview | bytes) -> Victim:
         """The victim whose item in `age` this is."""
         (last_used,) = _ORDER.unpack_from(name)

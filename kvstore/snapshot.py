@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
 from kvstore.errors import StoreDamagedError
 from kvstore.namespace import Namespace
 from kvstore.records import Entry, Intent, Totals, Victim, mark_prefix
+from kvstore.retention import AHEAD_S, CREDIBLE_NS, now_ns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,8 +22,12 @@ if TYPE_CHECKING:
 
     from kvstore.catalog import Catalog
     from kvstore.marks import Mark
+    from kvstore.types import BlockInfo
 
 __all__ = ["Snapshot"]
+
+LOOKED_AT = 8
+"""Entries looked at for each expired block that may be taken back: some were used since, or are young."""
 
 
 class Snapshot:
@@ -55,6 +61,78 @@ class Snapshot:
         """Whether each address has an entry. The cheapest question."""
         found = {bytes(key) for key in self.txn.cursor(self._meta).getmulti(addresses, values=False)}
         return [address in found for address in addresses]
+
+    def alive(self, addresses: Sequence[bytes]) -> list[bool]:
+        """Whether each address has an entry that has not expired."""
+        if not self._catalog.retention:
+            return self.contains(addresses)
+        cutoff = self._catalog.retention.cutoff()
+        return [entry is not None and not self._has_expired(entry, cutoff) for entry in self.find(addresses)]
+
+    def expired_of(self, addresses: Sequence[bytes]) -> list[Victim]:
+        """Those of the blocks that have expired."""
+        if not self._catalog.retention:
+            return []
+        cutoff = self._catalog.retention.cutoff()
+        return [
+            Victim.of(entry) for entry in self.find(addresses) if entry is not None and self._has_expired(entry, cutoff)
+        ]
+
+    def as_they_were(self, addresses: Sequence[bytes], infos: Sequence[BlockInfo]) -> list[Victim]:
+        """Those of the blocks that are as a scan said: not pinned, not used, not stored anew since."""
+        found = zip(self.find(addresses), infos, strict=True)
+        known = ((entry, info) for entry, info in found if entry is not None and not entry.pinned)
+        return [
+            Victim.of(entry)
+            for entry, info in known
+            if (entry.created / 1e9, entry.last_used / 1e9) == (info.created, info.last_used)
+            and self._catalog.noted(entry.address) <= entry.last_used
+        ]
+
+    def expired(self, most: int) -> list[Victim]:
+        """Blocks that have expired, at most `most`. By last use: those used longest ago, from the front of `age`. Since
+        they were stored: those found in a few entries from where this process looked last, once around and again.
+        """
+        retention = self._catalog.retention
+        if not retention or most < 1:
+            return []
+        cutoff = retention.cutoff()
+        if retention.from_stored:
+            return self._found_on_patrol(cutoff, most)
+        front = islice(self.txn.cursor(self._age).iternext(), LOOKED_AT * most)
+        victims = takewhile(lambda victim: victim.last_used <= cutoff, (Victim.unpacked(*item) for item in front))
+        return list(islice((one for one in victims if self._catalog.noted(one.address) <= cutoff), most))
+
+    def _has_expired(self, entry: Entry, cutoff: int) -> bool:
+        last_used = max(entry.last_used, self._catalog.noted(entry.address))
+        return self._catalog.retention.has_expired(entry.created, last_used, cutoff) and not entry.pinned
+
+    def _found_on_patrol(self, cutoff: int, most: int) -> list[Victim]:
+        found: list[Victim] = []
+        cursor, after = self.txn.cursor(self._meta), self._catalog.patrolled
+        self._catalog.patrolled = b""
+        for number, (key, value) in enumerate(cursor.iternext() if cursor.set_range(after or b"\0") else ()):
+            address = bytes(key)
+            if number == LOOKED_AT * most or len(found) == most:
+                self._catalog.patrolled = address
+                break
+            entry = Entry.unpacked(address, value)
+            if self._has_expired(entry, cutoff):
+                found.append(Victim.of(entry))
+        return found
+
+    def ahead(self, most: int) -> list[Victim]:
+        """Blocks that were used in what is the future here, at most `most`: somebody's clock was wrong.
+
+        None where ours may be the one: where nothing at all was used in the past, or where it is earlier than possible.
+        """
+        now = now_ns()
+        cursor = self.txn.cursor(self._age)
+        if now < CREDIBLE_NS or not cursor.first() or Victim.unpacked(*cursor.item()).last_used > now:
+            return []
+        late = now + int(AHEAD_S * 1e9)
+        newest = (Victim.unpacked(*item) for item in islice(self.txn.cursor(self._age).iterprev(), most))
+        return list(takewhile(lambda victim: victim.last_used > late, newest))
 
     def oldest(self) -> Iterator[Victim]:
         """All blocks but the pinned, least recently used first; what this process used since (`Catalog.note`) comes at

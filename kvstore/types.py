@@ -22,6 +22,7 @@ __all__ = [
     "BlockRead",
     "BlockWrite",
     "GetOutcome",
+    "Leftover",
     "LookupResult",
     "PutOutcome",
     "Usage",
@@ -165,3 +166,15 @@ class Usage:
     overhead: int = 0
     capacity: int | None = None
     pinned: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """Something of ours in a tier that is no block and that nobody needs: what a writer that died was writing, say.
+
+    `place` says where, in the tier's own words; `modified` is seconds since the epoch, 0 where it is not known.
+    """
+
+    place: str
+    nbytes: int
+    modified: float

@@ -17,11 +17,11 @@ A later format will have other names, so that neither version takes the other's 
 from __future__ import annotations
 
 import struct
-import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.integrity import crc32c
 from kvstore.records import address_of
+from kvstore.retention import now_ns
 from kvstore.types import NO_PARENT, NO_POSITION, BlockInfo, BlockKey
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Facts(NamedTuple):
     @classmethod
     def unknown(cls) -> Facts:
         """Of a block whose head cannot be read."""
-        return cls(time.time_ns(), NO_POSITION, NO_PARENT, 0)
+        return cls(now_ns(), NO_POSITION, NO_PARENT, 0)
 
     def info(self, key: BlockKey, stored_bytes: int) -> BlockInfo:
         """As a scan reports it. Uses are not counted: to note them would make each read a write."""
@@ -93,6 +93,10 @@ class Reading:
         facts = Facts.unpacked(self.namespace, self.key, bytes(self.head))
         return facts is not None and facts.payload_crc == crc32c(self.into)
 
+    def facts(self) -> Facts:
+        """What the head says of a block that is intact."""
+        return Facts.unpacked(self.namespace, self.key, bytes(self.head)) or Facts.unknown()
+
 
 def _seal(namespace: Namespace, key: BlockKey, head: bytes) -> bytes:
     return _SEAL.pack(crc32c(head, crc32c(address_of(namespace, key))))
@@ -100,7 +104,7 @@ def _seal(namespace: Namespace, key: BlockKey, head: bytes) -> bytes:
 
 def value_of(namespace: Namespace, block: BlockWrite, data: NDArray[np.uint8]) -> list[memoryview]:
     """The parts of the value of a block whose payload is `data`: its head, and the payload itself, not copied."""
-    facts = Facts(time.time_ns(), block.position, block.parent, crc32c(data))
+    facts = Facts(now_ns(), block.position, block.parent, crc32c(data))
     return [memoryview(facts.packed(namespace, block.key)), data.data]
 
 

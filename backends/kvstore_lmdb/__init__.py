@@ -26,10 +26,11 @@ from kvstore.abc import BlockStore, Capabilities
 from kvstore.catalog import Entry, address_of
 from kvstore.errors import StoreClosedError, TierUnavailable
 from kvstore.marks import MarkOutcome
+from kvstore.retention import TTL, TTL_FROM, Allowance, now_ns
 from kvstore.types import NO_POSITION, BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, Usage
 from kvstore.url import CAPACITY, DURABILITY, MODE, READONLY, Option, TierURL
 from kvstore_lmdb.entry import HEADER_BYTES, Bytes, fill, is_intact, read_into, stored_bytes
-from kvstore_lmdb.opening import BLOCKS, Tier, evict, open_tier, tree_bytes
+from kvstore_lmdb.opening import BLOCKS, Tier, evict, open_tier, take_out, tree_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -83,7 +84,7 @@ class LMDBStore(BlockStore):
     counts. Reads never wait for writers; a put waits while another process writes.
     """
 
-    options: ClassVar[tuple[Option[object], ...]] = (CAPACITY, DURABILITY, READONLY, MODE)
+    options: ClassVar[tuple[Option[object], ...]] = (CAPACITY, TTL, TTL_FROM, DURABILITY, READONLY, MODE)
 
     def __init__(self, url: TierURL) -> None:
         super().__init__(url)
@@ -94,6 +95,7 @@ class LMDBStore(BlockStore):
         self._closing = threading.Lock()
         self._closed = False
         self._spare: list[Bytes] = []
+        self._allowance = Allowance()
         self.capabilities = Capabilities(
             persistent=True,
             shared=True,
@@ -102,6 +104,7 @@ class LMDBStore(BlockStore):
             batch_bytes=self._tier.space.chunk,
             notes=self._tier.notes,
             marks=True,
+            uses=True,
         )
 
     def namespaces(self) -> list[Namespace]:
@@ -111,7 +114,7 @@ class LMDBStore(BlockStore):
     def contains_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         addresses = self._addresses(namespace, keys)
         with self._telling(), self._tier.catalog.read() as snapshot:
-            return snapshot.contains(addresses)
+            return snapshot.alive(addresses)
 
     def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
         staged: list[_Staged] = []
@@ -121,9 +124,10 @@ class LMDBStore(BlockStore):
             staged.append(_Staged(place, block, payload, address, stored_bytes(payload.nbytes)))
         outcomes = [PutOutcome.FAILED] * len(blocks)
         self._tier.environment.ensure_open()
-        now = time.time_ns()
+        now = now_ns()
         if not self._readonly:
             with self._telling():
+                self._take_back([member.address for member in staged])
                 chunk_bytes = self._space().chunk
             for chunk in _chunks(staged, chunk_bytes):
                 with self._telling():
@@ -137,12 +141,23 @@ class LMDBStore(BlockStore):
             (address_of(namespace, block.key), namespace.check_buffer(block.key, block.into, writable=True))
             for block in blocks
         ]
+        catalog = self._tier.catalog
         self._tier.environment.ensure_open()
         with self._telling():
-            outcomes = [self._get(address, into) for address, into in checked]
+            alive = [True] * len(checked)
+            if catalog.retention:
+                with catalog.read() as snapshot:
+                    alive = snapshot.alive([address for address, _ in checked])
+            outcomes = [
+                self._get(address, into) if is_alive else GetOutcome.MISS
+                for (address, into), is_alive in zip(checked, alive, strict=True)
+            ]
         if not self._readonly:
             found = zip(checked, outcomes, strict=True)
-            self._tier.catalog.note(address for (address, _), outcome in found if outcome is GetOutcome.HIT)
+            due = catalog.note(address for (address, _), outcome in found if outcome is GetOutcome.HIT)
+            if due and catalog.retention:  # or others would take these blocks for expired
+                with suppress(OSError, lmdb.Error):
+                    catalog.settle()
         return outcomes
 
     def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
@@ -180,9 +195,62 @@ class LMDBStore(BlockStore):
 
     def touch_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
         addresses = self._addresses(namespace, keys)
-        if not self._readonly and self._tier.catalog.note(addresses, hits=0):
-            with self._telling():
+        if self._readonly:
+            return
+        with self._telling():
+            if self._tier.catalog.retention:  # what has expired is not made young
+                with self._tier.catalog.read() as snapshot:
+                    alive = snapshot.alive(addresses)
+                addresses = [address for address, there in zip(addresses, alive, strict=True) if there]
+            if self._tier.catalog.note(addresses, hits=0):
                 self._tier.catalog.settle()
+
+    def scan_ages(self, namespace: Namespace) -> Iterator[BlockInfo]:
+        self._tier.environment.ensure_open()
+        if not self._readonly:
+            with self._telling():
+                self._tier.catalog.settle()  # so that what this process used is dated
+        return self.scan(namespace)
+
+    def remove_unused(self, namespace: Namespace, infos: Sequence[BlockInfo]) -> list[bool]:
+        addresses = self._addresses(namespace, [info.key for info in infos])
+        if self._readonly:
+            return [False] * len(infos)
+        removed: list[bool] = []
+        for start in range(0, len(addresses), _TOGETHER):
+            some = addresses[start : start + _TOGETHER], infos[start : start + _TOGETHER]
+            removed += self._rewritten(partial(self._remove_as_read, *some))
+        return removed
+
+    def _remove_as_read(self, addresses: list[bytes], infos: Sequence[BlockInfo], attempt: int) -> list[bool]:
+        del attempt
+        with self._tier.catalog.read() as snapshot:
+            victims = snapshot.as_they_were(addresses, infos)
+        gone = take_out(self._tier.catalog, self._space(), victims)
+        return [address in gone for address in addresses]
+
+    def drop_namespace(self, namespace: Namespace) -> int:
+        dropped = super().drop_namespace(namespace)
+        if not self._readonly:
+            with self._telling(), self._tier.catalog.write() as change:
+                change.drop_namespace(namespace.fingerprint)
+        return dropped
+
+    def _take_back(self, about_to_be_put: list[bytes]) -> None:
+        """Remove some of what has expired, and what is to be stored anew. On a full disk nothing is lost but time."""
+        catalog = self._tier.catalog
+        if not catalog.retention:
+            return
+        with catalog.read() as snapshot:
+            victims = snapshot.expired_of(about_to_be_put)
+            victims += snapshot.expired(self._allowance.take(len(about_to_be_put)))
+            ahead = snapshot.ahead(_TOGETHER)
+        with suppress(OSError):  # no page is free: room is made by what is evicted, then
+            for start in range(0, len(victims), _TOGETHER):
+                take_out(catalog, self._space(), victims[start : start + _TOGETHER])
+            if ahead:
+                with catalog.write() as change:
+                    change.redate(ahead)
 
     @classmethod
     def diagnose(cls, url: TierURL, usage: Usage | None) -> Iterable[Finding]:

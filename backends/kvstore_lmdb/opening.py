@@ -11,17 +11,19 @@ from kvstore.catalog import DATABASES, Catalog, stored_capacity
 from kvstore.environment import PAGE, Environment, check_filesystem, damage
 from kvstore.errors import NotAStoreError, StoreDamagedError, StoreFullError, StoreNotFoundError
 from kvstore.presence import Presence, State, explained, is_presence_file, mode_of
+from kvstore.retention import Retention
 from kvstore.url import CAPACITY, DURABILITY, MODE, READONLY, TierURL, local_path
 from kvstore_lmdb.space import SMALLEST_CAPACITY, Space
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     import lmdb
 
     from kvstore.catalog import Victim
 
-__all__ = ["BLOCKS", "NAMES", "Tier", "evict", "open_tier", "tree_bytes"]
+__all__ = ["BLOCKS", "NAMES", "Tier", "evict", "open_tier", "take_out", "tree_bytes"]
 
 BLOCKS = "blocks"
 """The named database with the blocks' bytes, beside the catalogue's."""
@@ -66,7 +68,7 @@ def open_tier(url: TierURL) -> Tier:
             _shrink(presence, space, mode)
         environment = _open_environment(url, directory, space.map_size, mode)
         try:
-            catalog = Catalog(environment)
+            catalog = Catalog(environment, Retention.of(url))
             catalog.prepare(wanted, alone=presence.alone)
             if presence.alone and not readonly:
                 _evict_down(catalog, space)
@@ -94,12 +96,19 @@ def evict(catalog: Catalog, space: Space, *, room: int, most: int) -> int:
                 break
     if not victims:
         return 0
+    take_out(catalog, space, victims)
+    return freed
+
+
+def take_out(catalog: Catalog, space: Space, victims: Sequence[Victim]) -> set[bytes]:
+    """Remove blocks that are still as they were read, in one transaction; the addresses of those removed."""
     blocks = catalog.environment.databases[BLOCKS]
     with catalog.write() as change:
-        for victim in change.evict(victims):
-            change.txn.delete(victim.address, db=blocks)
+        gone = {victim.address for victim in change.evict(victims)}
+        for address in gone:
+            change.txn.delete(address, db=blocks)
         change.set_overhead(space.overhead(tree_bytes(catalog, change.txn)))
-    return freed
+    return gone
 
 
 def tree_bytes(catalog: Catalog, txn: lmdb.Transaction[memoryview]) -> int:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakValueDictionary
 
@@ -20,6 +20,7 @@ from kvstore.errors import InvalidOptionError, StoreClosedError, StoreNotFoundEr
 from kvstore.integrity import crc32c
 from kvstore.layout import as_bytes
 from kvstore.marks import MOST_MARKS, PINNABLE, MarkOutcome, with_mark, without_mark
+from kvstore.retention import TTL, TTL_FROM, Allowance, Retention, now_ns
 from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, Usage
 from kvstore.url import CAPACITY, READONLY, Capacity, Option, TierURL
 
@@ -42,6 +43,15 @@ class _Entry:
     def pinned_bytes(self) -> int:
         return len(self.data) if self.info.pinned else 0
 
+    def used(self, *, hits: int = 0) -> None:
+        """It was used now."""
+        self.info = replace(self.info, hits=self.info.hits + hits, last_used=now_ns() / 1e9)
+
+    def has_expired(self, retention: Retention, cutoff: int) -> bool:
+        """By the rule of one opener."""
+        created, last_used = int(self.info.created * 1e9), int(self.info.last_used * 1e9)
+        return retention.has_expired(created, last_used, cutoff) and not self.info.pinned
+
 
 @dataclass(slots=True, weakref_slot=True)
 class _Shelf:
@@ -52,6 +62,8 @@ class _Shelf:
     entries: OrderedDict[tuple[bytes, BlockKey], _Entry] = field(
         default_factory=OrderedDict["tuple[bytes, BlockKey]", _Entry]
     )
+    by_birth: dict[tuple[bytes, BlockKey], None] = field(default_factory=dict["tuple[bytes, BlockKey]", None])
+    """The addresses in the order in which the blocks were stored."""
     used: int = 0
     pinned: int = 0
 
@@ -59,6 +71,7 @@ class _Shelf:
         """Take a block away; whether it was there. Under the lock."""
         entry = self.entries.pop(address, None)
         if entry is not None:
+            del self.by_birth[address]
             self.used -= len(entry.data)
             self.pinned -= entry.pinned_bytes
         return entry is not None
@@ -66,6 +79,15 @@ class _Shelf:
     def oldest(self) -> tuple[bytes, BlockKey]:
         """The least recently used block that may go: there is one whenever more is used than is pinned."""
         return next(address for address, entry in self.entries.items() if not entry.info.pinned)
+
+    def take_back(self, retention: Retention, most: int) -> None:
+        """Remove what has expired, at most so many blocks, the oldest first."""
+        cutoff = retention.cutoff()
+        order = self.by_birth if retention.from_stored else self.entries
+        unpinned = (address for address in order if not self.entries[address].info.pinned)
+        expired = takewhile(lambda address: self.entries[address].has_expired(retention, cutoff), unpinned)
+        for address in list(islice(expired, most)):
+            self.remove(address)
 
     def set_marks(self, entry: _Entry, marks: tuple[Mark, ...]) -> None:
         """Put `marks` in place of those that it has."""
@@ -81,17 +103,20 @@ _shelves_lock = threading.Lock()
 class MemoryStore(BlockStore):
     """Blocks in a dictionary, evicted in order of use under `capacity`."""
 
-    options: ClassVar[tuple[Option[object], ...]] = (CAPACITY, READONLY)
+    options: ClassVar[tuple[Option[object], ...]] = (CAPACITY, TTL, TTL_FROM, READONLY)
 
     def __init__(self, url: TierURL) -> None:
         super().__init__(url)
-        self.capabilities = Capabilities(persistent=False, shared=False, can_hang=False, io="memory", marks=True)
+        self.capabilities = Capabilities(
+            persistent=False, shared=False, can_hang=False, io="memory", marks=True, uses=True
+        )
         self._pid = os.getpid()
         self._readonly = url.option(READONLY)
         capacity: Capacity | None = url.option(CAPACITY)
         if capacity is not None and capacity.bytes is None:
             raise InvalidOptionError(f"{url}: there is no disk to take a share of: give the capacity in bytes")
         self._capacity = capacity.bytes if capacity else None
+        self._retention, self._allowance = Retention.of(url), Allowance()
         with _shelves_lock:
             if self._readonly and url.location not in _shelves:
                 raise StoreNotFoundError(
@@ -108,7 +133,10 @@ class MemoryStore(BlockStore):
         shelf = self._open()
         for key in keys:
             namespace.check_key(key)
-        return [(namespace.fingerprint, key) in shelf.entries for key in keys]
+        with shelf.lock:
+            cutoff = self._retention.cutoff()
+            entries = [shelf.entries.get((namespace.fingerprint, key)) for key in keys]
+            return [entry is not None and not entry.has_expired(self._retention, cutoff) for entry in entries]
 
     def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
         shelf = self._open()
@@ -117,22 +145,29 @@ class MemoryStore(BlockStore):
             return [PutOutcome.FAILED] * len(blocks)
         with shelf.lock:
             shelf.namespaces.setdefault(namespace.fingerprint, namespace)
+            if self._retention:
+                shelf.take_back(self._retention, self._allowance.take(len(blocks)))
             return [
                 self._put(shelf, (namespace.fingerprint, block.key), block, data.tobytes()) for block, data in checked
             ]
 
     def _put(self, shelf: _Shelf, address: tuple[bytes, BlockKey], block: BlockWrite, data: bytes) -> PutOutcome:
-        if address in shelf.entries:
+        there = shelf.entries.get(address)
+        if there is not None and there.has_expired(self._retention, self._retention.cutoff()):
+            shelf.remove(address)
+        elif there is not None:
             shelf.entries.move_to_end(address)
+            there.used()
             return PutOutcome.EXISTS
         if self._capacity is not None:
             if shelf.pinned + len(data) > self._capacity:
                 return PutOutcome.FULL
             while shelf.used + len(data) > self._capacity:
                 shelf.remove(shelf.oldest())
-        now = time.time()
+        now = now_ns() / 1e9
         info = BlockInfo(block.key, len(data), now, now, 0, block.position, block.parent)
         shelf.entries[address] = _Entry(data, crc32c(data), info)
+        shelf.by_birth[address] = None
         shelf.used += len(data)
         return PutOutcome.STORED
 
@@ -144,14 +179,14 @@ class MemoryStore(BlockStore):
     def _get(self, shelf: _Shelf, address: tuple[bytes, BlockKey], into: np.ndarray) -> GetOutcome:
         with shelf.lock:
             entry = shelf.entries.get(address)
-            if entry is None:
+            if entry is None or entry.has_expired(self._retention, self._retention.cutoff()):
                 return GetOutcome.MISS
             if len(entry.data) != into.nbytes or crc32c(entry.data) != entry.crc32c:
                 if not self._readonly:
                     shelf.remove(address)
                 return GetOutcome.CORRUPT
             shelf.entries.move_to_end(address)
-            entry.info = replace(entry.info, hits=entry.info.hits + 1, last_used=time.time())
+            entry.used(hits=1)
         np.copyto(into, as_bytes(entry.data))
         return GetOutcome.HIT
 
@@ -178,8 +213,35 @@ class MemoryStore(BlockStore):
             namespace.check_key(key)
         with shelf.lock:
             for key in keys:
-                if (namespace.fingerprint, key) in shelf.entries:
+                entry = shelf.entries.get((namespace.fingerprint, key))
+                if entry is not None and not entry.has_expired(self._retention, self._retention.cutoff()):
                     shelf.entries.move_to_end((namespace.fingerprint, key))
+                    entry.used()
+
+    def remove_unused(self, namespace: Namespace, infos: Sequence[BlockInfo]) -> list[bool]:
+        shelf = self._open()
+        for info in infos:
+            namespace.check_key(info.key)
+        with shelf.lock:
+            found = [((namespace.fingerprint, info.key), info) for info in infos]
+            return [
+                not self._readonly
+                and (entry := shelf.entries.get(address)) is not None
+                and (entry.info.last_used, entry.info.pinned) == (info.last_used, False)
+                and shelf.remove(address)
+                for address, info in found
+            ]
+
+    def drop_namespace(self, namespace: Namespace) -> int:
+        shelf = self._open()
+        if self._readonly:
+            return 0
+        with shelf.lock:
+            gone = [address for address in shelf.entries if address[0] == namespace.fingerprint]
+            for address in gone:
+                shelf.remove(address)
+            shelf.namespaces.pop(namespace.fingerprint, None)
+        return len(gone)
 
     def mark_many(self, namespace: Namespace, keys: Sequence[BlockKey], mark: Mark) -> list[MarkOutcome]:
         shelf = self._open()

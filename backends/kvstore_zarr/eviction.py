@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvstore.catalog import Snapshot, Victim
     from kvstore_zarr.tier import LocalTier
 
-__all__ = ["Held", "choose", "clear_away", "let_go", "sacrifice"]
+__all__ = ["Held", "choose", "clear_away", "hold", "let_go", "sacrifice"]
 
 MOST_LOOKED_AT = 4096
 """How many of the oldest blocks one choice looks at, when one after the other is taken or being read."""
@@ -51,6 +51,12 @@ def choose(tier: LocalTier, snapshot: Snapshot, shortage: int) -> list[Held]:
             chosen.append(held)
             shortage -= victim.size
     return chosen
+
+
+def hold(tier: LocalTier, victims: Iterable[Victim]) -> list[Held]:
+    """Those of the victims that nobody reads or evicts, held for an eviction."""
+    ours = (victim for victim in victims if not tier.is_aside(victim.address))
+    return [held for victim in ours if (held := _hold(tier, victim)) is not None]
 
 
 def _hold(tier: LocalTier, victim: Victim) -> Held | None:

@@ -52,7 +52,7 @@ def get_blocks(
     """Get blocks of one namespace, whose buffers have been checked; one outcome each, in order."""
     addresses = [address_of(tree.namespace, key) for key, _ in reads]
     with tier.catalog.read() as snapshot:
-        present = snapshot.contains(addresses)
+        present = snapshot.alive(addresses)
     outcomes = [
         _get(tier, tree, address, key, into) if there else GetOutcome.MISS
         for address, (key, into), there in zip(addresses, reads, present, strict=True)

@@ -23,6 +23,7 @@ from kvstore.errors import (
 )
 from kvstore.namespace import FINGERPRINT_BYTES
 from kvstore.presence import Presence, State, explained, mode_of
+from kvstore.retention import Retention
 from kvstore.url import CAPACITY, DURABILITY, IO, MODE, READONLY, TierURL, local_path
 from kvstore_zarr.device import BlockDevice
 from kvstore_zarr.folders import FOLDERS_DATABASE, Folders, make_folder, occupied
@@ -30,7 +31,7 @@ from kvstore_zarr.metadata import namespaces_in, read_namespace
 from kvstore_zarr.names import NameLocks
 from kvstore_zarr.put import make_room
 from kvstore_zarr.rebuild import rebuild
-from kvstore_zarr.removal import reclaim
+from kvstore_zarr.removal import reclaim, remove_dropped
 from kvstore_zarr.tier import CATALOGUE, DRAFTS, INNER, LocalTier
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ def close_tier(tier: LocalTier) -> None:
                 with suppress(OSError, lmdb.Error):  # a full disk: what stays unsettled is done by the next one to open
                     tier.catalog.settle()
                     reclaim(tier)
+                    if last and tier.dropped:
+                        remove_dropped(tier)
             if tier.environment.damaged:
                 tier.presence.distrust()
             if last:
@@ -127,7 +130,7 @@ def _open_parts(
             root / CATALOGUE, names, readonly=readonly, mode=mode, remedy=_REMEDY.format(catalogue=root / CATALOGUE)
         )
         undo.callback(environment.close)
-        catalog = Catalog(environment)
+        catalog = Catalog(environment, Retention.of(url))
         wanted = url.option(CAPACITY)
         capacity = catalog.prepare(wanted.resolve(root) if wanted else None, alone=presence.alone)
         sample = root / CATALOGUE / "data.mdb"

@@ -15,18 +15,30 @@ import logging
 import os
 import stat
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvstore_zarr.device import NotAFileError, open_file
+from kvstore_zarr.metadata import METADATA_NAME
 from kvstore_zarr.tier import DRAFTS, draft_prefix, pack_addresses, unpack_addresses
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from kvstore.catalog import Intent
+    from kvstore.catalog import Intent, Snapshot
     from kvstore_zarr.tier import LocalTier
 
-__all__ = ["erase", "inode_of", "reclaim", "reclaim_if_due", "release", "remove", "settle_intent"]
+__all__ = [
+    "dropped_and_empty",
+    "erase",
+    "inode_of",
+    "reclaim",
+    "reclaim_if_due",
+    "release",
+    "remove",
+    "remove_dropped",
+    "settle_intent",
+]
 
 _log = logging.getLogger("kvstore.file")
 _told: set[str] = set()  # what was logged once
@@ -173,6 +185,29 @@ def reclaim_if_due(tier: LocalTier, interval: float) -> None:
             tier.reclaimed = now
     if due:
         reclaim(tier)
+
+
+def dropped_and_empty(tier: LocalTier, snapshot: Snapshot) -> list[bytes]:
+    """Those of the dropped namespaces into which nothing was put since."""
+    return [fingerprint for fingerprint in tier.dropped if next(snapshot.scan(fingerprint), None) is None]
+
+
+def remove_dropped(tier: LocalTier) -> None:
+    """Take away what is left of dropped namespaces: documents and folders. For the last one, as it closes the tier: a
+    process that has it open relies on the folders that it made.
+    """
+    with tier.catalog.read() as snapshot:
+        gone = dropped_and_empty(tier, snapshot)
+    for fingerprint in gone:
+        for path, _, files in os.walk(f"{tier.root}/{fingerprint.hex()}", topdown=False):
+            if METADATA_NAME in files:
+                os.unlink(f"{path}/{METADATA_NAME}")
+            with suppress(OSError):  # somebody's file is in it
+                os.rmdir(path)
+    with tier.catalog.write() as change:
+        for fingerprint in gone:
+            change.drop_namespace(fingerprint)
+            tier.folders.drop(change.txn, fingerprint.hex())
 
 
 def _settle_all(tier: LocalTier, lease: bytes) -> None:

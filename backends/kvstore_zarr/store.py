@@ -10,7 +10,7 @@ import os
 import threading
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import lmdb
 
@@ -18,18 +18,22 @@ from kvstore.abc import BlockStore, Capabilities
 from kvstore.catalog import address_of
 from kvstore.errors import StoreAccessError, StoreClosedError, TierUnavailable
 from kvstore.marks import MarkOutcome
+from kvstore.retention import TTL, TTL_FROM, Allowance
 from kvstore.types import GetOutcome, PutOutcome, Usage
 from kvstore.url import CAPACITY, DURABILITY, IO, MODE, READONLY, Option, TierURL, boolean
+from kvstore_zarr.expiry import take_back, take_out
 from kvstore_zarr.format import PAGE
 from kvstore_zarr.get import get_blocks
 from kvstore_zarr.objects.settings import REMOTE
 from kvstore_zarr.opening import close_tier, open_tier
 from kvstore_zarr.put import put_blocks
 from kvstore_zarr.reindex import reindex
-from kvstore_zarr.removal import remove
+from kvstore_zarr.removal import dropped_and_empty, remove
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+
+    import zarr
 
     from kvstore.doctor import Finding
     from kvstore.marks import Mark
@@ -52,7 +56,9 @@ class LocalZarrStore(BlockStore):
     `capacity` bounds everything in the tree: blocks, drafts, folders, metadata, catalogue.
     """
 
-    options: ClassVar[tuple[Option[object], ...]] = (CAPACITY, IO, DURABILITY, READONLY, MODE, REMOTE)
+    options: ClassVar[tuple[Option[object], ...]] = (
+        *(CAPACITY, TTL, TTL_FROM, IO, DURABILITY, READONLY, MODE, REMOTE),
+    )
 
     @classmethod
     def serving(cls, url: TierURL) -> type[BlockStore]:
@@ -72,6 +78,7 @@ class LocalZarrStore(BlockStore):
         self._pid = os.getpid()
         self._idle = threading.Condition()
         self._active = 0
+        self._allowance = Allowance()
         self._tier, reason = open_tier(url)
         self._closed = False
         self.capabilities = Capabilities(
@@ -82,11 +89,14 @@ class LocalZarrStore(BlockStore):
             alignment=PAGE if self._tier.device.direct else 1,
             notes=(*(() if reason is None else (f"I/O goes through the page cache: {reason}",)), *self._tier.notes()),
             marks=True,
+            uses=True,
         )
 
     def namespaces(self) -> list[Namespace]:
         with self._using() as tier, tier.catalog.read() as snapshot:
-            return [space for space in snapshot.namespaces() if not tier.is_aside(space.fingerprint)]
+            empty = set(dropped_and_empty(tier, snapshot)) if tier.dropped else ()
+            spaces = (space for space in snapshot.namespaces() if space.fingerprint not in empty)
+            return [space for space in spaces if not tier.is_aside(space.fingerprint)]
 
     def contains_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         with self._using() as tier:
@@ -94,13 +104,14 @@ class LocalZarrStore(BlockStore):
             if tier.is_aside(namespace.fingerprint):
                 return [False] * len(addresses)
             with tier.catalog.read() as snapshot:
-                return snapshot.contains(addresses)
+                return snapshot.alive(addresses)
 
     def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
         with self._using() as tier:
             checked = [(block, namespace.check_write(block)) for block in blocks]
             if tier.readonly or tier.is_aside(namespace.fingerprint):
                 return [PutOutcome.FAILED] * len(blocks)
+            take_back(tier, self._allowance, namespace, [block.key for block in blocks])
             return put_blocks(tier, tier.tree(namespace), checked)
 
     def get_many_into(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
@@ -150,8 +161,35 @@ class LocalZarrStore(BlockStore):
     def touch_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
         with self._using() as tier:
             addresses = _addresses(namespace, keys)
+            if tier.catalog.retention:  # what has expired is not made young
+                with tier.catalog.read() as snapshot:
+                    alive = snapshot.alive(addresses)
+                addresses = [address for address, there in zip(addresses, alive, strict=True) if there]
             if not tier.readonly and tier.catalog.note(addresses, hits=0):
                 tier.catalog.settle()
+
+    def scan_ages(self, namespace: Namespace) -> Iterator[BlockInfo]:
+        with self._using() as tier:
+            if not tier.readonly:
+                tier.catalog.settle()  # so that what this process used is dated
+        return self.scan(namespace)
+
+    def remove_unused(self, namespace: Namespace, infos: Sequence[BlockInfo]) -> list[bool]:
+        with self._using() as tier:
+            addresses = _addresses(namespace, [info.key for info in infos])
+            if tier.readonly or tier.is_aside(namespace.fingerprint):
+                return [False] * len(infos)
+            with tier.catalog.read() as snapshot:
+                victims = snapshot.as_they_were(addresses, infos)
+            gone = take_out(tier, victims)
+            return [address in gone for address in addresses]
+
+    def drop_namespace(self, namespace: Namespace) -> int:
+        dropped = super().drop_namespace(namespace)
+        with self._using() as tier:
+            if not tier.readonly and not tier.is_aside(namespace.fingerprint):
+                tier.dropped.add(namespace.fingerprint)
+        return dropped
 
     @classmethod
     def diagnose(cls, url: TierURL, usage: Usage | None) -> Iterable[Finding]:
@@ -183,6 +221,21 @@ class LocalZarrStore(BlockStore):
             raise StoreAccessError(f"{self.url}: a tier that was opened read-only cannot be reindexed")
         with self._using() as tier:
             return reindex(tier)
+
+    def zarr_array(self, namespace: Namespace, key: BlockKey) -> zarr.Array[Any]:
+        """The block as a zarr array of its layout's shape, which reads the stored chunk when values are asked for."""
+        from kvstore_zarr.stock import block_array
+
+        def read(path: str) -> bytes | None:
+            with self._using() as tier:
+                try:
+                    return (tier.root / path).read_bytes()
+                except (FileNotFoundError, NotADirectoryError):
+                    return None
+
+        namespace.check_key(key)
+        with self._using() as tier:
+            return block_array(tier.tree(namespace), key, read, str(self.url))
 
     def close(self) -> None:
         if self._pid != os.getpid():

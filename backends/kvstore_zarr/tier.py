@@ -70,6 +70,8 @@ class LocalTier:
     reclaimed: float = 0.0
     """When the dead were last looked for (`time.monotonic`)."""
     remarks: list[str] = field(default_factory=list[str])
+    dropped: set[bytes] = field(default_factory=set[bytes])
+    """Fingerprints of namespaces that were dropped: their folders go when the last one closes, if they are empty."""
     aside: dict[str, str] = field(default_factory=dict[str, str])
     """Namespaces (by the name of their folder) that cannot be served, and why: neither read nor written nor evicted."""
     aside_bytes: int = 0

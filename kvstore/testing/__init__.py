@@ -6,6 +6,7 @@
 - `kvstore.testing.faults`: a store around a store, slow, failing, hanging, lying, flapping or truncating on order.
 - `kvstore.testing.servers`: real servers for tests, from PyPI: S3 with conditional writes, and S3 without.
 - `kvstore.testing.proxy`: a bad network in front of a real server: slow, cut, silent, reset or wrong on order.
+- `kvstore.testing.clock`: the time by which blocks are dated and expire, moved on order.
 - `kvstore.testing.supply`: keys, and blocks that belong to them.
 
 Needs pytest and hypothesis: `pip install "kvstore-tiers[test]"`. Nothing else in kvstore imports it.
@@ -16,7 +17,10 @@ from __future__ import annotations
 import pytest
 
 pytest.register_assert_rewrite(
-    *(f"{__name__}.{module}" for module in ("blocks", "damage", "facts", "lifetime", "marks", "model", "policy"))
+    *(
+        f"{__name__}.{module}"
+        for module in ("blocks", "damage", "facts", "lifetime", "marks", "model", "policy", "retention")
+    )
 )
 
 from kvstore.testing.model import AgainstADictionary, run_against_a_dictionary  # noqa: E402

@@ -27,6 +27,9 @@ def knows_capacity(url: str) -> bool:
 class StoreHooks:
     """Override `url`; and `raw_get` and `raw_set` where blocks can be reached past the store."""
 
+    dates_blocks_itself = True
+    """Whether ages are by kvstore's clock alone. False where a server dates blocks, and no test can move its clock."""
+
     @pytest.fixture
     def url(self) -> str:
         """A URL of the backend at which there is nothing yet, another one for each test."""
@@ -69,4 +72,7 @@ class StoreHooks:
         """The URL, where the backend knows `capacity`, and so evicts."""
         if not knows_capacity(url):
             pytest.skip("it has no option `capacity`")
+        with open_store(url) as opened:
+            if not opened.capabilities.capacity_is_exact:
+                pytest.skip("no put keeps its capacity, as its capabilities say")
         return url

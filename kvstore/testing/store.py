@@ -8,11 +8,12 @@ from kvstore.testing.facts import FactTests
 from kvstore.testing.lifetime import LifetimeTests
 from kvstore.testing.marks import MarkTests
 from kvstore.testing.model import ModelTests
+from kvstore.testing.retention import RetentionTests
 
 __all__ = ["StoreTests"]
 
 
-class StoreTests(BlockTests, FactTests, LifetimeTests, MarkTests, ModelTests, DamageTests):
+class StoreTests(BlockTests, FactTests, LifetimeTests, MarkTests, RetentionTests, ModelTests, DamageTests):
     """The contract of `kvstore.BlockStore`, as tests. Subclass it and say where your stores are::
 
         class TestMyStore(StoreTests):
