@@ -19,7 +19,7 @@ from zarr.dtype import ZDType
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["BFloat16", "Float8E4M3FN", "Float8E5M2"]
+__all__ = ["BFloat16", "Float8E4M3FN", "Float8E5M2", "register"]
 
 # It moved to `errors`, and its old place warns. zarr tells by this type which data type a document is not of.
 _NotOfThisType: type[Exception] = (
@@ -104,3 +104,14 @@ class Float8E5M2(_Float):
     scalar = ml_dtypes.float8_e5m2
     dtype_cls = type(np.dtype(ml_dtypes.float8_e5m2))
     _zarr_v3_name = "float8_e5m2"
+
+
+def register() -> None:
+    """Make zarr-python know the three of them, in this process: 3.1 lists the entry points and never loads them."""
+    kinds: dict[str, type[_Float]] = {
+        "bfloat16": BFloat16,
+        "float8_e4m3fn": Float8E4M3FN,
+        "float8_e5m2": Float8E5M2,
+    }
+    for name, kind in kinds.items():
+        zarr.dtype.data_type_registry.register(name, kind)

@@ -105,8 +105,8 @@ class BlockView:
         """The values as a labelled array, none of them read before they are asked for.
 
         Coordinates: `layer` (the model's number), `kv` (`key` or `value`), `token` (the place in the prompt, where it
-        is known). `dtype` turns the values into another type as they are read (`float32` for what cannot compute with
-        bfloat16 or FP8).
+        is known). `dtype` is what values are turned into as they are read: by default bfloat16 and FP8, with which
+        xarray cannot compute, become float32 (which changes no value), and all others stay what they are.
         """
         needed("xarray")
         from kvstore.inspect.labels import block_array

@@ -27,13 +27,16 @@ if TYPE_CHECKING:
 
 __all__ = ["block_array", "prefix_array"]
 
+ADDED = 2
+"""How numpy says that a type is not one of its own (`dtype.isbuiltin`)."""
+
 BLOCK = "block"
 """The axis of a prefix whose blocks have no tokens."""
 
 
 def block_array(view: BlockView, dtype: str | None) -> xarray.DataArray:
     """See `BlockView.xarray`."""
-    values = Blocks(view.axes, 1, 0, view.read_each, _dtype(dtype))
+    values = Blocks(view.axes, 1, 0, view.read_each, _dtype(view.axes, dtype))
     coords = _coords(view.axes) | _token_coords(view.axes, [view.info])
     attrs = _attrs(view.namespace, view.axes, view.group, str(view.store.url)) | {
         "digest": view.digest,
@@ -48,7 +51,7 @@ def prefix_array(view: PrefixView, dtype: str | None) -> xarray.DataArray:
     axes, along = view.axes, view.axes.token_axis
     if along is None:
         axes, along = _stacked(axes), 0
-    values = Blocks(axes, len(view.infos), along, view.read_each, _dtype(dtype))
+    values = Blocks(axes, len(view.infos), along, view.read_each, _dtype(axes, dtype))
     coords = _coords(axes) | _token_coords(axes, view.infos)
     attrs = _attrs(view.namespace, axes, view.group, str(view.store.url)) | {
         "digest": view.digest,
@@ -67,9 +70,10 @@ def _stacked(axes: Axes) -> Axes:
     return replace(axes, dims=(BLOCK, *axes.dims), shape=(1, *axes.shape), decode=decode)
 
 
-def _dtype(name: str | None) -> np.dtype[Any] | None:
+def _dtype(axes: Axes, name: str | None) -> np.dtype[Any]:
+    """What values are turned into: xarray computes with no type that others added to numpy's own."""
     if name is None:
-        return None
+        return np.dtype(np.float32) if axes.dtype.isbuiltin == ADDED else axes.dtype
     return BlockLayout(name, ("byte",), (1,)).numpy_dtype if name in DTYPES else np.dtype(name)
 
 

@@ -29,14 +29,13 @@ __all__ = ["Blocks", "data_array"]
 class Blocks(BackendArray):
     """`count` blocks of one layout as one array: side by side along the axis `along`.
 
-    `read_each(numbers)` gives the bytes of blocks by their number, which rises. `dtype` is what values are turned into;
-    None leaves them as they are stored.
+    `read_each(numbers)` gives the bytes of blocks by their number, which rises. `dtype` is what values are turned into.
     """
 
-    def __init__(self, axes: Axes, count: int, along: int, read_each: ReadEach, dtype: np.dtype[Any] | None) -> None:
+    def __init__(self, axes: Axes, count: int, along: int, read_each: ReadEach, dtype: np.dtype[Any]) -> None:
         self._axes, self._read_each, self._along = axes, read_each, along
         self._step = axes.shape[along]
-        self.dtype = axes.dtype if dtype is None else dtype
+        self.dtype = dtype
         self.shape = (*axes.shape[:along], count * self._step, *axes.shape[along + 1 :])
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from kvstore.inspect.needs import needed
 
 if TYPE_CHECKING:
-    import numpy as np
     import zarr
 
     from kvstore.inspect.block import BlockView
@@ -32,21 +31,15 @@ def zarr_array(view: BlockView) -> zarr.Array[Any]:
     zarr_api = needed("zarr")
     if isinstance(view.store, _KeepsZarr):
         return view.store.zarr_array(view.namespace, view.key)
+    importlib.import_module("kvstore_zarr.dtypes").register()  # a room of zarr's, not of a tier
     values = view.numpy()
     array: zarr.Array[Any] = zarr_api.create_array(
         {},
         shape=values.shape,
-        dtype=_data_type(view.axes.dtype_name, values.dtype),
+        dtype=values.dtype,
         chunks=values.shape,
         compressors=None,
         dimension_names=view.axes.dims,
     )
     array[...] = values
     return array
-
-
-def _data_type(name: str, dtype: np.dtype[Any]) -> Any:
-    """For zarr-python, which does not know all of them and finds others by name only, not by their numpy type."""
-    kinds = importlib.import_module("kvstore_zarr.dtypes")
-    known = {"bfloat16": kinds.BFloat16, "float8_e4m3fn": kinds.Float8E4M3FN, "float8_e5m2": kinds.Float8E5M2}
-    return known[name]() if name in known else dtype

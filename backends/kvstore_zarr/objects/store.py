@@ -12,7 +12,7 @@ import logging
 import time
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
     from typing import TypeVar
 
+    import zarr
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
@@ -169,6 +170,17 @@ class ObjectZarrStore(BlockStore):
                     elif entry.path.endswith(METADATA_NAME):
                         overhead += entry.size
         return Usage(blocks, used, overhead=overhead)
+
+    def zarr_array(self, namespace: Namespace, key: BlockKey) -> zarr.Array[Any]:
+        """The block as a zarr array of its layout's shape, which reads the stored chunk when values are asked for."""
+        from kvstore_zarr.stock import block_array
+
+        def read(path: str) -> Buffer | None:
+            with self._at_work():
+                return self._client.get(path)
+
+        _check(namespace, [key])
+        return block_array(self._tree(namespace), key, read, str(self.url))
 
     @contextmanager
     def _at_work(self) -> Generator[None]:
