@@ -42,6 +42,7 @@ COMMANDS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "Look": {
         "stat": ("kvstore.cli.stat:stat", "What is in a tier: namespaces, blocks, bytes, ages, how full it is."),
         "ls": ("kvstore.cli.ls:ls", "List a tier's namespaces, or the blocks of some of them."),
+        "show": ("kvstore.cli.show:show", "A block or a prefix: its facts, its axes, what its numbers are like."),
         "verify": ("kvstore.cli.verify:verify", "Read every block of a tier through its checks."),
     },
     "Move": {

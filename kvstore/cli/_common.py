@@ -34,6 +34,7 @@ __all__ = [
     "print_table",
     "progress",
     "stderr_console",
+    "stdout_console",
     "summaries",
 ]
 
@@ -60,7 +61,6 @@ def emit_json(value: object) -> None:
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """A table to stdout; columns whose name starts with `>` are right-aligned. Cells are shown as `printable` text."""
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
@@ -69,8 +69,14 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
         table.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left")
     for row in rows:
         table.add_row(*(escape(printable(cell)) for cell in row))
-    # A pipe has no width of its own; 80 columns would break every digest in two, and every list of marks.
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200).print(table)
+    stdout_console().print(table)
+
+
+def stdout_console() -> Console:
+    """Where answers for people go. A pipe has no width of its own; 80 columns would break every digest in two."""
+    from rich.console import Console
+
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200)
 
 
 def stderr_console() -> Console:

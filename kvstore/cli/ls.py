@@ -1,4 +1,4 @@
-"""`kvstore ls URL`: namespaces with their counts, or with `--namespace` the blocks in them."""
+"""`kvstore ls URL`: namespaces with their counts, with `--namespace` the blocks in them, with `--tree` the prefixes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.cli._common import age, emit_json, json_option, open_to_inspect, print_table, summaries
+from kvstore.cli._common import age, emit_json, json_option, open_to_inspect, print_table, stdout_console, summaries
+from kvstore.cli._names import matching_namespaces
+from kvstore.cli._output import printable
+from kvstore.inspect.scanned import Scanned
+from kvstore.inspect.tree import PrefixTree
+from kvstore.inspect.wording import short
 from kvstore.types import NO_POSITION
 from kvstore.url import TierURL, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from rich.tree import Tree
+
     from kvstore.abc import BlockStore
+    from kvstore.inspect.tree import Run
     from kvstore.namespace import Namespace
     from kvstore.types import BlockInfo
 
@@ -22,16 +30,25 @@ __all__ = ["ls"]
 
 
 @click.command(
-    epilog="\b\nExamples:\n  kvstore ls file:///mnt/nvme/kv\n  kvstore ls file:///mnt/nvme/kv --namespace 3f9a"
+    epilog="\b\nExamples:\n  kvstore ls file:///mnt/nvme/kv\n  kvstore ls file:///mnt/nvme/kv --namespace 3f9a\n"
+    "  kvstore ls file:///mnt/nvme/kv --tree"
 )
 @click.argument("url")
 @click.option("--namespace", "prefix", metavar="PREFIX", help="List blocks of the namespaces whose name starts so.")
+@click.option("--tree", "as_tree", is_flag=True, help="List prefixes as trees, of every namespace or of those.")
 @click.option(
-    "--limit", type=click.IntRange(min=0), default=100, show_default=True, help="Most blocks to list; 0 lists all."
+    "--limit",
+    type=click.IntRange(min=0),
+    default=100,
+    show_default=True,
+    help="Most blocks, or runs of blocks in a tree, to list; 0 lists all.",
 )
 @json_option
-def ls(url: str, prefix: str | None, limit: int, as_json: bool) -> None:
+def ls(url: str, prefix: str | None, as_tree: bool, limit: int, as_json: bool) -> None:
     """List what is in the tier at URL: its namespaces, or with --namespace the blocks of those that match.
+
+    With --tree each line is a run of blocks that follow each other: the digest of the last one, which names the prefix
+    up to there, their positions, and what they have in common. Where prefixes part, the lines below are further in.
 
     A block's marks are its labels, each with its tenant behind an @, and with a * before it where it pins the block.
 
@@ -39,19 +56,12 @@ def ls(url: str, prefix: str | None, limit: int, as_json: bool) -> None:
     """
     tier = TierURL.parse(url)
     with open_to_inspect(tier) as store:
-        if prefix is None:
+        if as_tree:
+            _trees(tier, store, prefix, limit, as_json)
+        elif prefix is None:
             _namespaces(tier, store, as_json)
         else:
-            _blocks(tier, store, _matching(store, prefix), limit, as_json)
-
-
-def _matching(store: BlockStore, prefix: str) -> list[Namespace]:
-    spaces = store.namespaces()
-    matching = [space for space in spaces if space.name.startswith(prefix.lower())]
-    if not matching:
-        listing = ", ".join(sorted(space.name for space in spaces)) or "none"
-        raise click.UsageError(f"{store.url}: no namespace starts with {prefix!r}. There are: {listing}")
-    return matching
+            _blocks(tier, store, matching_namespaces(store, prefix), limit, as_json)
 
 
 def _namespaces(tier: TierURL, store: BlockStore, as_json: bool) -> None:
@@ -119,3 +129,58 @@ def _as_row(space: Namespace, info: BlockInfo) -> tuple[str, ...]:
         age(info.last_used),
         str(info.hits),
     )
+
+
+def _trees(tier: TierURL, store: BlockStore, prefix: str | None, limit: int, as_json: bool) -> None:
+    spaces = store.namespaces() if prefix is None else matching_namespaces(store, prefix)
+    trees = [PrefixTree.of(Scanned(space, store.scan(space), str(tier))) for space in spaces]
+    total = sum(1 for tree in trees for _ in tree.runs())
+    runs = ((tree, depth, run) for tree in trees for depth, run in tree.runs())
+    shown = list(islice(runs, limit) if limit else runs)
+    if as_json:
+        rows = [_run_as_json(tree, depth, run) for tree, depth, run in shown]
+        loose = {tree.namespace.name: len(tree.loose) for tree in trees}
+        emit_json({"url": str(tier), "runs": rows, "loose": loose, "truncated": len(shown) < total})
+        return
+    console = stdout_console()
+    for tree in trees:
+        console.print(_drawn(tree, [(depth, run) for of, depth, run in shown if of is tree]))
+    if len(shown) < total:
+        click.echo(f"and {total - len(shown)} more: --limit 0 lists all, the first {limit} are shown", err=True)
+
+
+def _drawn(tree: PrefixTree, runs: list[tuple[int, Run]]) -> Tree:
+    from rich.text import Text
+    from rich.tree import Tree
+
+    def text(line: str) -> Text:
+        return Text(printable(line))
+
+    drawn = Tree(text(f"{short(tree.namespace.name)} {tree.namespace.model}: {tree.blocks:,} blocks"))
+    branches = [drawn]
+    for depth, run in runs:
+        del branches[depth + 1 :]
+        branches.append(branches[-1].add(text((tree.heading(run) if depth == 0 else "") + run.line())))
+    if tree.loose:
+        drawn.add(text(f"{len(tree.loose):,} blocks without position and parent"))
+    return drawn
+
+
+def _run_as_json(tree: PrefixTree, depth: int, run: Run) -> dict[str, Any]:
+    """A flat list in the order of the lines: trees may be deeper than what JSON can be nested."""
+    return {
+        "namespace": tree.namespace.name,
+        "group": run.group,
+        "depth": depth,
+        "first": run.first,
+        "last": run.last,
+        "start": None if run.start == NO_POSITION else run.start,
+        "blocks": run.blocks,
+        "tokens": run.tokens,
+        "bytes": run.stored_bytes,
+        "hits": run.hits,
+        "created": run.created,
+        "last_used": run.last_used,
+        "labels": run.labels,
+        "complete": run.complete,
+    }

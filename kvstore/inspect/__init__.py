@@ -63,9 +63,10 @@ def open(url: str | Mapping[str, Any] | TierURL | BlockStore, **options: Any) ->
     if isinstance(url, BlockStore):
         if options:
             raise TypeError(f"a store that is open takes no options: {', '.join(options)}")
-        return Inspection(url, owned=False)
-    store, note = open_to_look(TierURL.parse(url, **options))
-    return Inspection(store, owned=True, note=note)
+        return Inspection(url, str(url.url), owned=False)
+    tier = TierURL.parse(url, **options)
+    store, note = open_to_look(tier)
+    return Inspection(store, str(tier), owned=True, note=note)
 
 
 if not TYPE_CHECKING:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvstore.abc import BlockStore
     from kvstore.inspect.axes import Axes
     from kvstore.inspect.reading import BlockReader
+    from kvstore.inspect.statistics import LayerStatistics
     from kvstore.namespace import Namespace
     from kvstore.types import BlockInfo, BlockKey
 
@@ -59,6 +60,11 @@ class BlockView:
     def group(self) -> int:
         """Its KV-cache group."""
         return self.info.key.group
+
+    @property
+    def source(self) -> str:
+        """The tier's URL, as it was asked for."""
+        return self._reader.source
 
     @property
     def store(self) -> BlockStore:
@@ -113,6 +119,12 @@ class BlockView:
 
         return block_array(self, dtype)
 
+    def statistics(self) -> list[LayerStatistics]:
+        """What the numbers of each layer are like; `pandas.DataFrame` takes the list as it is."""
+        from kvstore.inspect.statistics import statistics_of
+
+        return statistics_of(self.axes, [self._data()])
+
     def read_each(self, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
         """For `kvstore.inspect.lazy`: the only block there is, however often."""
         for _ in numbers:
@@ -125,7 +137,7 @@ class BlockView:
         at = "position unknown" if self.tokens is None else f"tokens {self.tokens.start}–{self.tokens.stop - 1}"
         return (
             f"<BlockView {short(self.digest)} group {self.group}, {at}: {self.axes.words} {self.axes.dtype_name},"
-            f" {format_size(self.namespace.block_bytes(self.group))}, in {self.store.url}>"
+            f" {format_size(self.namespace.block_bytes(self.group))}, in {self.source}>"
         )
 
     def _repr_html_(self) -> str:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from kvstore.inspect.axes import engine_of
 from kvstore.inspect.wording import age, moment, short
-from kvstore.types import NO_POSITION
 from kvstore.url import format_size
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def inspection_html(look: Inspection) -> str:
     )
     body = _table(("namespace", "model", "blocks", "bytes", "newest", "last used"), rows) + _more(len(sums), MOST_ROWS)
     notes = "".join(f'<div style="{_DIM}">{escape(note)}</div>' for note in look.notes)
-    return _box("Inspection", str(look.store.url), (body if sums else "<div>nothing is stored</div>") + notes)
+    return _box("Inspection", look.source, (body if sums else "<div>nothing is stored</div>") + notes)
 
 
 def namespace_html(view: NamespaceView) -> str:
@@ -70,7 +69,7 @@ def namespace_html(view: NamespaceView) -> str:
     ]
     if sums.labels:
         facts.append(("labels", " ".join(_tag(f"{label} {count:,}") for label, count in sums.labels.items())))
-    return _box(f"Namespace {short(space.name)}", str(view.store.url), _facts(facts))
+    return _box(f"Namespace {short(space.name)}", view.source, _facts(facts))
 
 
 def tree_html(tree: PrefixTree) -> str:
@@ -102,12 +101,8 @@ def tree_html(tree: PrefixTree) -> str:
 
 def _run_html(tree: PrefixTree, run: Run, depth: int) -> str:
     heading = tree.heading(run) if depth == 0 else ""
-    begin = "?" if run.start == NO_POSITION else f"{run.start}–{run.start + run.blocks - 1}"
-    text = (
-        f"{escape(heading)}{_code(short(run.last))} blocks {begin}, {run.tokens:,} tokens,"
-        f" {format_size(run.stored_bytes)}, {run.hits:,} hits, used {age(run.last_used)} ago"
-        f" {' '.join(_tag(label) for label in run.labels)}"
-    )
+    marks = " ".join(_tag(label) for label in run.labels)
+    text = f"{escape(heading)}{_code(short(run.last))} {escape(run.words())} {marks}"
     style = f"margin-left:{0 if depth == 0 else 1.2}em"
     if run.children:
         return f'<details open style="{style}"><summary>{text}</summary>'
@@ -129,7 +124,7 @@ def prefix_html(view: PrefixView) -> str:
         for block in (view[number] for number in range(min(len(view), MOST_ROWS)))
     )
     body = _facts(facts) + _table(("digest", "tokens", "bytes", "hits"), rows) + _more(len(view), MOST_ROWS)
-    return _box(f"Prefix {short(view.digest)}", str(view.store.url), body)
+    return _box(f"Prefix {short(view.digest)}", view.source, body)
 
 
 def block_html(view: BlockView) -> str:
@@ -151,7 +146,7 @@ def block_html(view: BlockView) -> str:
         facts.append(("marks", " ".join(_tag(text) for text in (*info.labels, *info.tenants)) + pins))
     if view.why_opaque:
         facts.append(("opaque", escape(view.why_opaque)))
-    return _box(f"Block {short(view.digest)}", str(view.store.url), _facts(facts))
+    return _box(f"Block {short(view.digest)}", view.source, _facts(facts))
 
 
 def _place(view: BlockView) -> str:

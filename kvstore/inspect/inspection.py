@@ -24,15 +24,16 @@ __all__ = ["Inspection"]
 class Inspection:
     """A tier to look into. A context manager; `close` closes the tier, unless it was handed over open.
 
-    Each call of `namespaces`, `namespace` and `prefixes` looks anew; a `NamespaceView` stays as it was. `notes` is what
-    an operator should know of the tier. Thread-safe.
+    Each call of `namespaces`, `namespace` and `prefixes` looks anew; a `NamespaceView` stays as it was. `source` is its
+    URL, as it was asked for, and `notes` what an operator should know of it. Thread-safe.
     """
 
-    def __init__(self, store: BlockStore, *, owned: bool, note: str = "") -> None:
+    def __init__(self, store: BlockStore, source: str, *, owned: bool, note: str = "") -> None:
         self.store = store
+        self.source = source
         self.notes = (*((note,) if note else ()), *store.capabilities.notes)
         self._owned = owned
-        self._reader = BlockReader(store)
+        self._reader = BlockReader(store, source)
 
     def namespaces(self) -> pd.DataFrame:
         """One row for each namespace, under its name, the largest first; each is scanned.
@@ -50,7 +51,7 @@ class Inspection:
 
         Raises `NotStoredError`, which lists them, where there is none or several.
         """
-        space = named_like(str(self.store.url), name, self.store.namespaces())
+        space = named_like(self.source, name, self.store.namespaces())
         return NamespaceView(self._reader, space, model_config)
 
     def views(self) -> list[NamespaceView]:
@@ -84,7 +85,7 @@ class Inspection:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Inspection of {self.store.url}>"
+        return f"<Inspection of {self.source}>"
 
     def _repr_html_(self) -> str:
         from kvstore.inspect.html import inspection_html

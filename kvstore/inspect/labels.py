@@ -38,7 +38,7 @@ def block_array(view: BlockView, dtype: str | None) -> xarray.DataArray:
     """See `BlockView.xarray`."""
     values = Blocks(view.axes, 1, 0, view.read_each, _dtype(view.axes, dtype))
     coords = _coords(view.axes) | _token_coords(view.axes, [view.info])
-    attrs = _attrs(view.namespace, view.axes, view.group, str(view.store.url)) | {
+    attrs = _attrs(view.namespace, view.axes, view.group, view.source) | {
         "digest": view.digest,
         "position": _position(view.info),
         "created": moment(view.info.created),
@@ -53,7 +53,7 @@ def prefix_array(view: PrefixView, dtype: str | None) -> xarray.DataArray:
         axes, along = _stacked(axes), 0
     values = Blocks(axes, len(view.infos), along, view.read_each, _dtype(axes, dtype))
     coords = _coords(axes) | _token_coords(axes, view.infos)
-    attrs = _attrs(view.namespace, axes, view.group, str(view.store.url)) | {
+    attrs = _attrs(view.namespace, axes, view.group, view.source) | {
         "digest": view.digest,
         "blocks": len(view.infos),
         "complete": int(view.complete),

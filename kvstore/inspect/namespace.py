@@ -53,6 +53,11 @@ class NamespaceView:
         return self.namespace.to_manifest()
 
     @property
+    def source(self) -> str:
+        """The tier's URL, as it was asked for."""
+        return self._reader.source
+
+    @property
     def store(self) -> BlockStore:
         """The tier."""
         return self._reader.store
@@ -60,7 +65,7 @@ class NamespaceView:
     @cached_property
     def scanned(self) -> Scanned:
         """What a scan of the namespace found."""
-        return Scanned(self.namespace, self.store.scan(self.namespace), str(self.store.url))
+        return Scanned(self.namespace, self.store.scan(self.namespace), self.source)
 
     @cached_property
     def summary(self) -> NamespaceSummary:
@@ -137,7 +142,7 @@ class NamespaceView:
         ends = self.scanned.ends(wanted, group)
         if len(ends) == 1:
             return self._prefix(ends[0])
-        place = f"{self.store.url}: namespace {short(self.name)}"
+        place = f"{self.source}: namespace {short(self.name)}"
         if ends:
             raise NotStoredError(
                 f"{place}: {len(ends)} prefixes of group {group} are labelled {wanted!r}: say which by its digest:"
@@ -154,7 +159,7 @@ class NamespaceView:
         sums = self.summary
         return (
             f"<NamespaceView {short(self.name)} of {self.namespace.model}: {sums.blocks:,} blocks,"
-            f" {format_size(sums.bytes)}, {self.namespace.block_tokens} tokens each, in {self.store.url}>"
+            f" {format_size(sums.bytes)}, {self.namespace.block_tokens} tokens each, in {self.source}>"
         )
 
     def _repr_html_(self) -> str:

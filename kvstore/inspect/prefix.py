@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvstore.abc import BlockStore
     from kvstore.inspect.axes import Axes
     from kvstore.inspect.reading import BlockReader
+    from kvstore.inspect.statistics import LayerStatistics
     from kvstore.namespace import Namespace
     from kvstore.types import BlockInfo, BlockKey
 
@@ -72,6 +73,11 @@ class PrefixView:
         return len(self.infos) * tokens_of(self.namespace, self.group)
 
     @property
+    def source(self) -> str:
+        """The tier's URL, as it was asked for."""
+        return self._reader.source
+
+    @property
     def store(self) -> BlockStore:
         """Where they are."""
         return self._reader.store
@@ -99,6 +105,12 @@ class PrefixView:
 
         return prefix_array(self, dtype)
 
+    def statistics(self) -> list[LayerStatistics]:
+        """What the numbers of each layer are like, over all blocks, which are read one after another."""
+        from kvstore.inspect.statistics import statistics_of
+
+        return statistics_of(self.axes, self.read_each(range(len(self.infos))))
+
     def read_each(self, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
         """For `kvstore.inspect.lazy`: the bytes of blocks by their place in `infos`."""
         return self._reader.read_each(self.namespace, [self.infos[number].key for number in numbers])
@@ -118,7 +130,7 @@ class PrefixView:
         size = format_size(sum(info.stored_bytes for info in self.infos))
         return (
             f"<PrefixView {short(self.digest)} group {self.group}: {len(self.infos):,} blocks{begins},"
-            f" {self.tokens:,} tokens, {size}, in {self.store.url}>"
+            f" {self.tokens:,} tokens, {size}, in {self.source}>"
         )
 
     def _repr_html_(self) -> str:

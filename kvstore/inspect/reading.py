@@ -27,10 +27,13 @@ KEPT_BYTES = 256 << 20
 
 
 class BlockReader:
-    """Reads blocks of `store` and keeps the last of them. Thread-safe; two threads may read one block twice."""
+    """Reads blocks of `store`, which messages call `source`, and keeps the last of them. Thread-safe; two threads may
+    read one block twice.
+    """
 
-    def __init__(self, store: BlockStore, kept_bytes: int = KEPT_BYTES) -> None:
+    def __init__(self, store: BlockStore, source: str, kept_bytes: int = KEPT_BYTES) -> None:
         self.store = store
+        self.source = source
         self._most = kept_bytes
         self._kept: OrderedDict[tuple[bytes, BlockKey], NDArray[np.uint8]] = OrderedDict()
         self._bytes = 0
@@ -80,7 +83,7 @@ class BlockReader:
         return buffers
 
     def _failed(self, namespace: Namespace, key: BlockKey, outcome: GetOutcome) -> NotStoredError | DamagedBlockError:
-        block = f"{self.store.url}: block {key.digest.hex()} of group {key.group} in namespace {namespace.name}"
+        block = f"{self.source}: block {key.digest.hex()} of group {key.group} in namespace {namespace.name}"
         if outcome is GetOutcome.CORRUPT:
             return DamagedBlockError(
                 f"{block} fails its checks, so nothing of it can be shown. `kvstore verify` finds all such blocks; who"

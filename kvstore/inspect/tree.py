@@ -85,12 +85,14 @@ class Run:
 
     def line(self) -> str:
         """The run in a line, for people."""
-        start = "?" if self.start == NO_POSITION else str(self.start)
-        end = "" if self.start == NO_POSITION else f"–{self.start + self.blocks - 1}"
         marks = "".join(f" [{label}]" for label in self.labels)
+        return f"{short(self.last)} {self.words()}{marks}"
+
+    def words(self) -> str:
+        """Where it is in its prefix, and its sums, for people."""
         return (
-            f"{short(self.last)} blocks {start}{end} ({self.tokens:,} tokens, {format_size(self.stored_bytes)},"
-            f" {self.hits:,} hits, used {age(self.last_used)} ago){marks}"
+            f"{_places(self.start, self.blocks)} ({self.tokens:,} tokens, {format_size(self.stored_bytes)},"
+            f" {self.hits:,} hits, used {age(self.last_used)} ago)"
         )
 
 
@@ -154,6 +156,12 @@ class PrefixTree:
         from kvstore.inspect.html import tree_html
 
         return tree_html(self)
+
+
+def _places(start: int, count: int) -> str:
+    if start == NO_POSITION:
+        return f"{count:,} blocks"
+    return f"block {start}" if count == 1 else f"blocks {start}–{start + count - 1}"
 
 
 class _Grown:
