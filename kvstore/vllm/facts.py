@@ -30,6 +30,7 @@ __all__ = [
     "EngineFacts",
     "GroupFacts",
     "KeyFacts",
+    "device_facts",
     "engine_version",
     "read_facts",
     "read_keys",
@@ -213,21 +214,28 @@ def _attention(vllm_config: Any) -> str:
     The choice is made in the workers, and the engine core is not told. Kernels for CPUs pack keys as the instruction
     set likes it.
     """
-    current_platform = vllm_module("platforms").current_platform
     config = vllm_config.attention_config
     chosen = {name: getattr(config, name, None) for name in ("backend", "backend_per_kind", "indexer_kv_dtype")}
     runner = "runner 2" if getattr(vllm_config, "use_v2_model_runner", False) else "runner 1"
-    device = current_platform.device_type or "unspecified"
+    if vllm_module("platforms").current_platform.device_type == "cpu":
+        return f"vLLM {engine_version()}, {device_facts()}, {runner}"
+    by_version = chosen["backend"] is None
+    device = device_facts(capability=by_version) + (f", vLLM {engine_version()}" if by_version else "")
+    return f"{_text(_plain(chosen))} on {device}, {runner}"
+
+
+def device_facts(*, capability: bool = True) -> str:
+    """What this process computes on, as far as kernels are chosen by it: kind, and compute capability if wanted."""
+    current_platform = vllm_module("platforms").current_platform
+    device = str(current_platform.device_type or "unspecified")
     if device == "cpu":
-        return f"vLLM {engine_version()}, cpu {_cpu()}, {runner}"
+        return f"cpu {_cpu()}"
     if current_platform.is_rocm():
         device += f" shuffle={getattr(vllm_module('envs'), 'VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT', False)}"
-    if chosen["backend"] is None:
-        capability = current_platform.get_device_capability()
-        device += (
-            f" {'.'.join(map(str, capability)) if capability else 'of unknown capability'}, vLLM {engine_version()}"
-        )
-    return f"{_text(_plain(chosen))} on {device}, {runner}"
+    if capability:
+        numbers = current_platform.get_device_capability()
+        device += f" {'.'.join(map(str, numbers)) if numbers else 'of unknown capability'}"
+    return device
 
 
 def _cpu() -> str:

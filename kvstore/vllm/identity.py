@@ -24,7 +24,16 @@ from typing import TYPE_CHECKING, Any
 from kvstore.errors import ConfigurationError
 from kvstore.layout import BlockLayout
 from kvstore.namespace import Namespace
-from kvstore.vllm.facts import SEED_REMEDY, SHARDED, EngineFacts, KeyFacts, engine_version, read_keys, vllm_module
+from kvstore.vllm.facts import (
+    SEED_REMEDY,
+    SHARDED,
+    EngineFacts,
+    KeyFacts,
+    device_facts,
+    engine_version,
+    read_keys,
+    vllm_module,
+)
 from kvstore.vllm.keys import SALTS
 from kvstore.vllm.plugin import captured
 from kvstore.vllm.weights import UnknownWeightsError, weights_identity
@@ -180,8 +189,8 @@ def _engine_extra(facts: EngineFacts) -> dict[str, str]:
 
 
 def _unknown_engine() -> dict[str, str]:
-    """Engines that were not seen into share with their like only, of the same version."""
-    return {"attention": f"unknown, vLLM {engine_version()}"}
+    """Engines that were not seen into share with their like only: of the same version, on the same kind of device."""
+    return {"attention": f"unknown on {device_facts()}, vLLM {engine_version()}"}
 
 
 def _groups(config: Any, facts: EngineFacts | None, any_topology: bool) -> list[Mapping[str, Any]]:

@@ -35,7 +35,17 @@ if TYPE_CHECKING:
 
     from kvstore import Namespace
 
-__all__ = ["BLOCK_TOKENS", "build", "make_model", "namespace_of_engine", "offloading_spec"]
+__all__ = [
+    "BLOCK_TOKENS",
+    "HEADS",
+    "HEAD_SIZE",
+    "LAYERS",
+    "build",
+    "make_model",
+    "namespace_of_engine",
+    "offloading_spec",
+    "planned",
+]
 
 BLOCK_TOKENS = 32
 LAYERS, HEADS, HEAD_SIZE = 2, 2, 16
@@ -86,12 +96,13 @@ def build(model: object, *, layout: str = "HND", offload: dict[str, Any] | None 
     with _quiet(layout):
         config = EngineArgs(**(usual | arguments), kv_transfer_config=transfer).create_engine_config()
         if hasattr(config.cache_config, "kv_cache_layout"):
-            config.cache_config.kv_cache_layout = LAYOUTS[layout]
-        return config, _kv_cache(config, [_specs(config)])
+            config.cache_config.kv_cache_layout = LAYOUTS.get(layout, layout)
+        return config, planned(config)
 
 
-def _kv_cache(config: Any, specs: list[dict[str, Any]]) -> Any:
-    """As the engine core plans it, for one rank: in a module of its own from 0.33 on."""
+def planned(config: Any) -> Any:
+    """The KV-cache configuration of one rank, as the engine core plans it: in a module of its own from 0.33 on."""
+    specs = [_specs(config)]
     try:
         from vllm.v1.core import kv_cache_planning as planning
     except ImportError:
@@ -108,7 +119,7 @@ def _specs(config: Any) -> dict[str, Any]:
         f"model.layers.{layer}.self_attn.attn": FullAttentionSpec(
             block_size=cache.block_size,
             num_kv_heads=model.get_total_num_kv_heads() // ranks,
-            head_size=HEAD_SIZE,
+            head_size=model.get_head_size(),
             dtype=torch.uint8 if quantised else model.dtype,
             kv_quant_mode=KVQuantMode.FP8_PER_TENSOR if quantised else KVQuantMode.NONE,
         )

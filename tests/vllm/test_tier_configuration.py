@@ -257,7 +257,7 @@ def test_a_version_that_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_vllm_the_package_says_what_to_install() -> None:
-    code = "import sys; sys.modules['vllm'] = None; import kvstore.vllm"
+    code = "import sys; sys.modules['vllm'] = None; import kvstore.vllm; kvstore.vllm.KVStoreTier"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "MissingDependencyError" in done.stderr
@@ -265,5 +265,6 @@ def test_without_vllm_the_package_says_what_to_install() -> None:
 
 
 def test_kvstore_alone_imports_no_vllm() -> None:
-    code = "import kvstore, kvstore.tiering, sys; sys.exit(any(name.split('.')[0] == 'vllm' for name in sys.modules))"
+    light = "kvstore, kvstore.tiering, kvstore.vllm.keys, kvstore.vllm.rows"
+    code = f"import {light}, sys; sys.exit(any(name.split('.')[0] == 'vllm' for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
