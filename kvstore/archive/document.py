@@ -1,0 +1,210 @@
+"""The manifest of an archive: the document that is written last and makes it one, and what callers see of it.
+
+It names every other object with its size and CRC, and ends with a digest of itself, so that no byte of an archive can
+change unnoticed. Written in one form only: what is not byte for byte what would be written is damaged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvstore.archive.compression import Compression
+from kvstore.archive.errors import ArchiveDamagedError
+from kvstore.errors import NewerFormatError
+from kvstore.namespace import Namespace
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvstore.types import BlockKey
+
+__all__ = ["DRAFT_NAME", "MANIFEST_NAME", "ArchiveInfo", "Manifest", "Segment", "Stored", "plan_of", "silent"]
+
+MANIFEST_NAME = "kvstore-archive.json"
+DRAFT_NAME = "kvstore-archive.draft.json"
+"""There while an archive is in the making: whoever finds it without a manifest may go on with it, or remove it."""
+FORMAT_VERSION = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveInfo:
+    """What an archive is. Times are seconds since the epoch.
+
+    `name` is the last part of its URL, `url` and `source` (the tier it was taken from) show no credentials. `blocks`
+    are those of all KV-cache groups, `tokens` how many tokens the prefix has. `nbytes` is what the blocks are in a
+    tier, `stored_bytes` what the archive is. `keep_until` is None where it may be removed at any time.
+    `has_token_ids`: the prompt itself is in it.
+    """
+
+    url: str
+    name: str
+    label: str
+    namespace: Namespace
+    blocks: int
+    tokens: int
+    nbytes: int
+    stored_bytes: int
+    compression: str
+    created: float
+    version: str
+    source: str
+    keep_until: float | None
+    has_token_ids: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An object of an archive: its size, and the CRC-32C of all of it."""
+
+    size: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The blocks of one KV-cache group: how many, how many to a shard, and where the first stands in its prefix.
+
+    `start` is its position, `parent` the digest of the block before it: of a group with a sliding window only the last
+    blocks may be there.
+    """
+
+    blocks: int
+    room: int
+    start: int
+    parent: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All that the document says. `segments` are by KV-cache group; `objects` all others than the manifest, by path."""
+
+    namespace: Namespace
+    segments: tuple[Segment, ...]
+    compression: Compression
+    plan: bytes
+    label: str
+    created: float
+    version: str
+    source: str
+    keep_until: float | None
+    has_token_ids: bool
+    nbytes: int
+    objects: Mapping[str, Stored] = field(default_factory=dict[str, "Stored"])
+
+    @property
+    def blocks(self) -> int:
+        """Of all groups."""
+        return sum(segment.blocks for segment in self.segments)
+
+    @property
+    def tokens(self) -> int:
+        """Of the prefix: where the blocks of the first group end."""
+        first = next(segment for segment in self.segments if segment.blocks)
+        return (first.start + first.blocks) * self.namespace.block_tokens
+
+    def info(self, url: str) -> ArchiveInfo:
+        """For callers; `url` is fit to be shown."""
+        return ArchiveInfo(
+            url=url,
+            name=url.partition("?")[0].rstrip("/").rpartition("/")[2],
+            label=self.label,
+            namespace=self.namespace,
+            blocks=self.blocks,
+            tokens=self.tokens,
+            nbytes=self.nbytes,
+            stored_bytes=sum(stored.size for stored in self.objects.values()),
+            compression=str(self.compression),
+            created=self.created,
+            version=self.version,
+            source=self.source,
+            keep_until=self.keep_until,
+            has_token_ids=self.has_token_ids,
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """Whatever is not about single objects, as JSON-ready values."""
+        return {
+            "format": FORMAT_VERSION,
+            "fingerprint": self.namespace.name,
+            "namespace": self.namespace.to_manifest(),
+            "groups": [
+                {"blocks": one.blocks, "blocks_per_shard": one.room, "start": one.start, "parent": one.parent.hex()}
+                for one in self.segments
+            ],
+            "compression": str(self.compression),
+            "plan": self.plan.hex(),
+            "label": self.label,
+            "created": self.created,
+            "version": self.version,
+            "source": self.source,
+            "keep_until": self.keep_until,
+            "token_ids": self.has_token_ids,
+            "nbytes": self.nbytes,
+        }
+
+    def dump(self) -> bytes:
+        """The document."""
+        objects = {path: [stored.size, stored.crc] for path, stored in sorted(self.objects.items())}
+        return _sealed({"kvstore_archive": self.facts(), "objects": objects})
+
+    @classmethod
+    def parse(cls, data: bytes, place: str) -> Manifest:
+        """What `dump` wrote. `place` is for messages. Raises `ArchiveDamagedError` or `NewerFormatError`."""
+        try:
+            document = json.loads(data)
+            facts = document["kvstore_archive"]
+            if _sealed({name: value for name, value in document.items() if name != "sha256"}) != data:
+                raise ValueError("its digest is another one")
+            if facts["format"] > FORMAT_VERSION:
+                raise NewerFormatError(f"{place} is an archive of format {facts['format']}: upgrade kvstore-tiers")
+            return cls(
+                namespace=Namespace.from_manifest(facts["namespace"]),
+                segments=tuple(
+                    Segment(one["blocks"], one["blocks_per_shard"], one["start"], bytes.fromhex(one["parent"]))
+                    for one in facts["groups"]
+                ),
+                compression=Compression.parse(facts["compression"]),
+                plan=bytes.fromhex(facts["plan"]),
+                label=facts["label"],
+                created=facts["created"],
+                version=facts["version"],
+                source=facts["source"],
+                keep_until=facts["keep_until"],
+                has_token_ids=facts["token_ids"],
+                nbytes=facts["nbytes"],
+                objects={path: Stored(*stored) for path, stored in document["objects"].items()},
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ArchiveDamagedError(
+                f"{place}: the manifest of this archive is damaged ({error}); what it holds cannot be trusted: remove"
+                " it, and archive the prefix anew"
+            ) from error
+
+
+def plan_of(
+    namespace: Namespace, keys: Sequence[BlockKey], segments: Sequence[Segment], compression: Compression
+) -> bytes:
+    """32 bytes that name what an archive is made of: which blocks, in which order, and how they are stored."""
+    rooms = [segment.room for segment in segments]
+    text = f"kvstore-archive-{FORMAT_VERSION}:{namespace.name}:{compression}:{rooms}:"
+    digest = hashlib.sha256(text.encode())
+    for key in keys:
+        digest.update(key.group.to_bytes(2, "big") + key.digest)
+    return digest.digest()
+
+
+def silent(blocks: int) -> None:
+    """Progress that nobody wants to hear of."""
+
+
+def _sealed(document: dict[str, Any]) -> bytes:
+    """As it is stored, with a digest of it."""
+    digest = hashlib.sha256(_dump(document)).hexdigest()
+    return _dump({**document, "sha256": digest})
+
+
+def _dump(document: dict[str, Any]) -> bytes:
+    return json.dumps(document, indent=1).encode() + b"\n"

@@ -1,0 +1,86 @@
+"""From an archive's URL to a client that reads and writes whole objects there: those of tiers.
+
+The schemes, options, credentials, retries and errors are those of tiers on object stores (`kvstore_zarr.objects`).
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvstore.archive.local import LocalClient
+from kvstore.errors import TierUnavailable, UnknownSchemeError
+from kvstore.url import DURABILITY, MODE, READONLY, TierURL
+from kvstore_zarr.objects.faults import RequestFailed
+from kvstore_zarr.objects.opening import connect
+from kvstore_zarr.objects.settings import LOOKUP_TTL, OPTIONS, TIMEOUT
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+    from typing import Any
+
+    from kvstore.url import Option
+    from kvstore_zarr.objects.client import ObjectClient
+
+__all__ = ["ArchivePlace"]
+
+OBJECT_TIMEOUT_S = 120.0
+"""For one object of an archive, where the URL says nothing: it is many times a block."""
+_LOCAL_OPTIONS: tuple[Option[object], ...] = (MODE, DURABILITY, TIMEOUT)
+_REMOTE_OPTIONS = tuple(option for option in OPTIONS if option not in (LOOKUP_TTL, READONLY))
+
+
+@dataclass(frozen=True, slots=True)
+class ArchivePlace:
+    """The folder that a URL names, in a file system or an object store. `str` of it shows no credentials."""
+
+    url: TierURL
+
+    @classmethod
+    def of(cls, url: str | Mapping[str, Any] | TierURL, name: str | None = None) -> ArchivePlace:
+        """The place at `url`, or the folder `name` in it. Raises a `ConfigurationError`."""
+        parsed = TierURL.parse(url)
+        if parsed.format not in (None, "zarr") or (parsed.scheme in ("lmdb", "memory") and not parsed.format):
+            raise UnknownSchemeError(
+                f"{parsed}: an archive is a folder of files or objects: file://, s3://, gs://, az://, sftp://, …"
+            )
+        location = parsed.location.rstrip("/") + (f"/{name}" if name else "")
+        known = _LOCAL_OPTIONS if parsed.scheme == "file" else _REMOTE_OPTIONS
+        checked = replace(parsed, location=location).validated(known)
+        ours = {TIMEOUT.name: OBJECT_TIMEOUT_S, DURABILITY.name: "fsync"}  # it is there to be kept
+        values = {**checked.values, **{name: value for name, value in ours.items() if name not in checked.raw_options}}
+        return cls(replace(checked, values=values))
+
+    def __str__(self) -> str:
+        return str(self.url)
+
+    def child(self, name: str) -> ArchivePlace:
+        """The folder `name` in it."""
+        return replace(self, url=replace(self.url, location=f"{self.url.location}/{name}"))
+
+    @contextmanager
+    def client(self, *, writes: bool = False) -> Generator[ObjectClient]:
+        """A client of this place, closed in the end; what its requests fail with is `TierUnavailable`, with the URL.
+
+        Raises a `StoreOpenError` where the place cannot be reached.
+        """
+        client = self.connected(writes=writes)
+        try:
+            with self.explained():
+                yield client
+        finally:
+            client.close()
+
+    def connected(self, *, writes: bool = False) -> ObjectClient:
+        """A client that the caller closes. Without `writes` no folder is made where there is none."""
+        url = replace(self.url, values={**self.url.values, READONLY.name: not writes})
+        return LocalClient(url) if url.scheme == "file" else connect(url)
+
+    @contextmanager
+    def explained(self) -> Generator[None]:
+        """What requests fail with in the body, with the URL."""
+        try:
+            yield
+        except RequestFailed as failed:
+            raise TierUnavailable(f"{self.url}: {failed}") from failed

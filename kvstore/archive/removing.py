@@ -1,0 +1,66 @@
+"""Removing an archive, or what an interrupted creation left: the manifest first, so that there is no half of one."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.archive.document import DRAFT_NAME, MANIFEST_NAME, Manifest
+from kvstore.archive.errors import ArchiveDamagedError, ArchiveHeldError, NoArchiveError
+from kvstore.archive.nodes import METADATA_NAME
+from kvstore.archive.places import ArchivePlace
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+    from typing import Any
+
+    from kvstore.url import TierURL
+    from kvstore_zarr.objects.client import ObjectClient
+
+__all__ = ["check_not_held", "remove", "sweep"]
+
+
+def remove(archive_url: str | Mapping[str, Any] | TierURL, *, force: bool = False) -> None:
+    """Remove the archive at the URL, or what is left of one that was never finished.
+
+    Raises `ArchiveHeldError` where it is to be kept for longer, `NoArchiveError` where there is nothing of the kind,
+    `ArchiveDamagedError` for one whose manifest cannot be read (it may have been to be kept). `force` removes those as
+    well, the second excepted.
+    """
+    place = ArchivePlace.of(archive_url)
+    with place.client() as client:
+        data = client.get(MANIFEST_NAME)
+        if data is None and client.get(DRAFT_NAME) is None:
+            raise NoArchiveError(f"{place}: there is no archive")
+        if data is not None and not force:
+            try:
+                check_not_held(Manifest.parse(bytes(data), str(place)), str(place))
+            except ArchiveDamagedError as error:
+                raise ArchiveDamagedError(f"{error}; whether it was to be kept cannot be told (force)") from None
+        sweep(client, keep=())
+
+
+def check_not_held(manifest: Manifest, place: str) -> None:
+    """Raise `ArchiveHeldError` where the archive is to be kept for longer."""
+    if manifest.keep_until is not None and time.time() < manifest.keep_until:
+        until = datetime.fromtimestamp(manifest.keep_until, UTC).isoformat(" ", "seconds")
+        raise ArchiveHeldError(f"{place}: this archive is to be kept until {until}; nothing was removed")
+
+
+def sweep(client: ObjectClient, *, keep: Collection[str]) -> None:
+    """Remove every object of an archive but those in `keep`; what makes it one first, what says whose it was last."""
+    found = {entry.path for page in client.list() for entry in page}
+    found |= {entry.path for entry in client.leftovers()}
+    listed = found - set(keep)
+    if MANIFEST_NAME in listed and DRAFT_NAME not in found:
+        client.put(DRAFT_NAME, [np.frombuffer(b"{}\n", np.uint8)], new=False)
+        listed.add(DRAFT_NAME)
+    for path in (MANIFEST_NAME, METADATA_NAME):
+        if path in listed:
+            client.delete(path)
+    client.delete_many(sorted(listed - {MANIFEST_NAME, METADATA_NAME, DRAFT_NAME}))
+    if DRAFT_NAME in listed:
+        client.delete(DRAFT_NAME)

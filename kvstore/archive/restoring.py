@@ -1,0 +1,199 @@
+"""From an archive back into a tier: every block checked, none written twice, positions and label as they were.
+
+::
+
+    an object ──► checked ──► put_many (side by side)          two shards in memory: one read, one written
+
+A shard all of whose blocks the tier has is not read at all, so that what was interrupted is gone on with.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvstore.archive.creating import READERS
+from kvstore.archive.document import silent
+from kvstore.archive.matching import check_namespace
+from kvstore.archive.reading import Archive, open_archive
+from kvstore.errors import StoreFullError
+from kvstore.marks import Mark, MarkOutcome
+from kvstore.types import BlockWrite, PutOutcome
+from kvstore.url import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from kvstore.abc import BlockStore
+    from kvstore.archive.document import ArchiveInfo
+    from kvstore.archive.reading import Shard
+    from kvstore.namespace import Namespace
+    from kvstore.types import BlockKey
+    from kvstore.url import TierURL
+
+__all__ = ["RestoreReport", "restore", "restore_archive", "warm"]
+
+MARKS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
+    """What became of an archive's blocks in a tier.
+
+    `restored` were written, `there` the tier had already, `corrupt` are damaged in the archive and were not written,
+    `refused` the tier did not take (`full`: for want of room, after which no more were tried). `labelled` have the
+    archive's label now; None where it has none, or the tier keeps none.
+    """
+
+    archive: ArchiveInfo
+    restored: int
+    there: int
+    corrupt: int
+    refused: int
+    full: bool
+    labelled: int | None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the tier has all blocks of the archive now."""
+        return self.restored + self.there == self.archive.blocks
+
+
+def restore(
+    archive_url: str | Mapping[str, Any] | TierURL,
+    store: BlockStore,
+    *,
+    namespace: Namespace | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> RestoreReport:
+    """Put the blocks of an archive into `store`, under the keys that they have, and mark them with its label.
+
+    What is there is not written again, so that an interrupted call is continued by the same call. With `namespace`, an
+    archive of another one raises `NamespaceMismatchError`, before anything is written. `progress` is told of numbers
+    of blocks that are done. Memory: two shards, about 128 MiB.
+
+    Raises what `open_archive` raises, `StoreFullError` for a tier whose capacity is less than the archive, and what
+    the store raises.
+    """
+    with open_archive(archive_url) as archive:
+        if namespace is not None:
+            check_namespace(namespace, archive.namespace, archive.info.url)
+        return restore_archive(archive, store, progress=progress)
+
+
+def warm(
+    store: BlockStore,
+    namespace: Namespace,
+    archive_urls: Sequence[str | Mapping[str, Any] | TierURL],
+    *,
+    progress: Callable[[int], object] | None = None,
+) -> list[RestoreReport]:
+    """`restore` several archives for an engine whose blocks are in `namespace`; one report for each, in order.
+
+    An archive that is of no use there raises `NamespaceMismatchError`, which names each field that differs, before any
+    of them is restored.
+    """
+    for url in archive_urls:
+        with open_archive(url) as archive:
+            check_namespace(namespace, archive.namespace, archive.info.url)
+    return [restore(url, store, namespace=namespace, progress=progress) for url in archive_urls]
+
+
+def restore_archive(
+    archive: Archive,
+    store: BlockStore,
+    *,
+    progress: Callable[[int], object] | None = None,
+    stopped: Callable[[], bool] | None = None,
+) -> RestoreReport:
+    """`restore` of an open archive; `stopped` is asked between shards whether to end early."""
+    capacity = store.usage().capacity
+    if capacity is not None and archive.info.nbytes > capacity:
+        raise StoreFullError(
+            f"{store.url} has a capacity of {format_size(capacity)}, less than the"
+            f" {format_size(archive.info.nbytes)} of {archive.info.url}: restore it into a larger tier"
+        )
+    return _Restoration(archive, store, progress or silent, stopped or _never).run()
+
+
+class _Restoration:
+    """One archive on its way into one tier, by the calling thread with helpers."""
+
+    def __init__(
+        self, archive: Archive, store: BlockStore, progress: Callable[[int], object], stopped: Callable[[], bool]
+    ) -> None:
+        self._archive, self._store, self._progress, self._stopped = archive, store, progress, stopped
+        self._counts: Counter[PutOutcome] = Counter()
+        self._there = self._corrupt = 0
+
+    def run(self) -> RestoreReport:
+        with ThreadPoolExecutor(READERS) as writers, ThreadPoolExecutor(1) as reader:
+            todo = self._missing()
+            ahead: Future[Any] | None = None
+            following = next(todo, None)
+            while following is not None and not self._counts[PutOutcome.FULL] and not self._stopped():
+                shard, wanted = following
+                loaded = (ahead or reader.submit(self._archive.load, shard)).result()
+                following = next(todo, None)
+                ahead = reader.submit(self._archive.load, following[0]) if following else None
+                self._put(loaded, shard, wanted, writers)
+                del loaded  # there are to be no more than two in memory
+        return self._report()
+
+    def _missing(self) -> Iterator[tuple[Shard, list[int]]]:
+        """Each shard with a block that the tier has not, and the places of those."""
+        for shard in self._archive.shards():
+            found = self._store.contains_many(self._archive.namespace, shard.keys)
+            wanted = [place for place, there in enumerate(found) if not there]
+            self._there += len(found) - len(wanted)
+            self._progress(len(found) - len(wanted))
+            if wanted:
+                yield shard, wanted
+
+    def _put(self, loaded: Any, shard: Shard, wanted: Sequence[int], writers: ThreadPoolExecutor) -> None:
+        size = self._archive.namespace.block_bytes(shard.group)
+        most = max(1, self._store.capabilities.batch_bytes // size)
+        pieces = [wanted[start : start + most] for start in range(0, len(wanted), most)]
+        for outcomes, corrupt in writers.map(partial(self._put_piece, loaded, shard), pieces):
+            self._counts.update(outcomes)
+            self._corrupt += corrupt
+            self._progress(len(outcomes) + corrupt)
+
+    def _put_piece(self, loaded: Any, shard: Shard, places: Sequence[int]) -> tuple[list[PutOutcome], int]:
+        writes: list[BlockWrite] = []
+        for place in places:
+            block = self._archive.block(loaded, shard, place)
+            if block is not None:
+                position, parent = self._archive.position(shard.group, shard.start + place)
+                writes.append(BlockWrite(shard.keys[place], block.data, position, parent))
+        outcomes = self._store.put_many(self._archive.namespace, writes) if writes else []
+        return outcomes, len(places) - len(writes)
+
+    def _report(self) -> RestoreReport:
+        return RestoreReport(
+            archive=self._archive.info,
+            restored=self._counts[PutOutcome.STORED],
+            there=self._there + self._counts[PutOutcome.EXISTS],
+            corrupt=self._corrupt,
+            refused=self._counts[PutOutcome.FULL] + self._counts[PutOutcome.FAILED],
+            full=bool(self._counts[PutOutcome.FULL]),
+            labelled=self._label(),
+        )
+
+    def _label(self) -> int | None:
+        label = self._archive.info.label
+        if not label or not self._store.capabilities.marks:
+            return None
+        keys: list[BlockKey] = self._archive.keys
+        marked = 0
+        for start in range(0, len(keys), MARKS_AT_ONCE):
+            outcomes = self._store.mark_many(self._archive.namespace, keys[start : start + MARKS_AT_ONCE], Mark(label))
+            marked += outcomes.count(MarkOutcome.MARKED)
+        return marked
+
+
+def _never() -> bool:
+    return False
