@@ -171,15 +171,16 @@ class BlockStore(ABC):
         """
         return self.delete_many(namespace, [info.key for info in infos])
 
-    def drop_namespace(self, namespace: Namespace) -> int:
+    def drop_namespace(self, namespace: Namespace, *, only_if_empty: bool = False) -> int:
         """Remove a namespace as a whole: all its blocks, pinned ones as well, then its manifest. How many blocks.
 
         A block that is put meanwhile stays, or goes with the rest; the next put into it makes the namespace anew. An
         unknown or empty one is no error. Nothing happens on a read-only store. Where others have the tier open, the
-        manifest may stay until a later call. This default removes the blocks that a scan finds, and no manifest.
+        manifest may stay until a later call. `only_if_empty`: nothing, unless it has no block and, where that could do
+        harm to who puts the first one just now, had none for a while. This default removes blocks, and no manifest.
         """
         dropped, scan = 0, self.scan_ages(namespace)
-        while some := [info.key for info in islice(scan, DROPPED_AT_ONCE)]:
+        while not only_if_empty and (some := [info.key for info in islice(scan, DROPPED_AT_ONCE)]):
             dropped += sum(self.delete_many(namespace, some))
         return dropped
 

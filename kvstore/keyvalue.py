@@ -203,10 +203,10 @@ class KeyValueStore(BlockStore):
             keys = self._keys(namespace)
         return self._infos(namespace, keys)
 
-    def drop_namespace(self, namespace: Namespace) -> int:
-        dropped = super().drop_namespace(namespace)
+    def drop_namespace(self, namespace: Namespace, *, only_if_empty: bool = False) -> int:
+        dropped = super().drop_namespace(namespace, only_if_empty=only_if_empty)
         with self._using():
-            if not self.readonly:
+            if not self.readonly and not (only_if_empty and self._keys(namespace)):
                 list(self.remove_many([MANIFEST + namespace.name]))
         return dropped
 

@@ -35,6 +35,7 @@ __all__ = [
     "now_ns",
     "oldest_beyond",
     "set_clock",
+    "steady_s",
 ]
 
 STEADY_WITHIN_S = 60.0
@@ -85,6 +86,10 @@ class Clock:
         self._anchor = wall(), steady()
         self._jumped: int | None = None  # when, on the boot clock
 
+    def steady(self) -> int:
+        """Nanoseconds since the boot."""
+        return self._steady()
+
     def now(self) -> int:
         """Nanoseconds since the epoch."""
         wall, steady = self._wall(), self._steady()
@@ -113,6 +118,11 @@ _clock = Clock()
 def now_ns() -> int:
     """The time by which blocks are dated and expire, in nanoseconds since the epoch."""
     return _clock.now()
+
+
+def steady_s() -> float:
+    """Seconds on a clock that only goes forward, as `time.monotonic`, which tests can move together with `now_ns`."""
+    return _clock.steady() / 1e9
 
 
 def set_clock(clock: Clock) -> Clock:

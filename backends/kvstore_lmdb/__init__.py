@@ -229,8 +229,8 @@ class LMDBStore(BlockStore):
         gone = take_out(self._tier.catalog, self._space(), victims)
         return [address in gone for address in addresses]
 
-    def drop_namespace(self, namespace: Namespace) -> int:
-        dropped = super().drop_namespace(namespace)
+    def drop_namespace(self, namespace: Namespace, *, only_if_empty: bool = False) -> int:
+        dropped = super().drop_namespace(namespace, only_if_empty=only_if_empty)
         if not self._readonly:
             with self._telling(), self._tier.catalog.write() as change:
                 change.drop_namespace(namespace.fingerprint)

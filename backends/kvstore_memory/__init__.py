@@ -232,12 +232,14 @@ class MemoryStore(BlockStore):
                 for address, info in found
             ]
 
-    def drop_namespace(self, namespace: Namespace) -> int:
+    def drop_namespace(self, namespace: Namespace, *, only_if_empty: bool = False) -> int:
         shelf = self._open()
         if self._readonly:
             return 0
         with shelf.lock:
             gone = [address for address in shelf.entries if address[0] == namespace.fingerprint]
+            if gone and only_if_empty:
+                return 0
             for address in gone:
                 shelf.remove(address)
             shelf.namespaces.pop(namespace.fingerprint, None)

@@ -184,8 +184,8 @@ class LocalZarrStore(BlockStore):
             gone = take_out(tier, victims)
             return [address in gone for address in addresses]
 
-    def drop_namespace(self, namespace: Namespace) -> int:
-        dropped = super().drop_namespace(namespace)
+    def drop_namespace(self, namespace: Namespace, *, only_if_empty: bool = False) -> int:
+        dropped = super().drop_namespace(namespace, only_if_empty=only_if_empty)
         with self._using() as tier:
             if not tier.readonly and not tier.is_aside(namespace.fingerprint):
                 tier.dropped.add(namespace.fingerprint)

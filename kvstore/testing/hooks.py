@@ -27,9 +27,6 @@ def knows_capacity(url: str) -> bool:
 class StoreHooks:
     """Override `url`; and `raw_get` and `raw_set` where blocks can be reached past the store."""
 
-    dates_blocks_itself = True
-    """Whether ages are by kvstore's clock alone. False where a server dates blocks, and no test can move its clock."""
-
     @pytest.fixture
     def url(self) -> str:
         """A URL of the backend at which there is nothing yet, another one for each test."""

@@ -164,6 +164,16 @@ class RetentionTests(StoreHooks):
         assert get(store, [1]) == [HIT]
         assert {space.name for space in store.namespaces()} == {SPACE.name, other.name}
 
+    def test_a_namespace_with_blocks_is_not_dropped_for_being_empty(self, store: BlockStore) -> None:
+        store.put_many(SPACE, [write(1)])
+        assert store.drop_namespace(SPACE, only_if_empty=True) == 0
+        assert store.namespaces() == [SPACE]
+        assert get(store, [1]) == [HIT]
+        store.delete_many(SPACE, [key(1)])
+        assert store.drop_namespace(SPACE, only_if_empty=True) == 0
+        assert store.put_many(SPACE, [write(2)]) == [STORED]
+        assert store.namespaces() == [SPACE]
+
     def test_a_dropped_namespace_is_gone_after_a_restart(self, persistent_url: str) -> None:
         with open_store(persistent_url) as store:
             store.put_many(SPACE, writes(range(3)))

@@ -12,7 +12,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from kvstore import open_store
+from kvstore import open_store, retention
 from kvstore.layout import BlockLayout, as_bytes
 from kvstore.namespace import Namespace
 from kvstore.testing.supply import SPACE, buffer, get, key, keys, writes
@@ -50,7 +50,8 @@ def test_what_one_client_writes_the_other_reads(place: str, writer: str, reader:
 def test_both_clients_and_a_local_tier_write_the_same_bytes(
     place: str, server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("time.time_ns", lambda: 1_700_000_000_000_000_000)  # a block says when it was made
+    frozen = retention.Clock(lambda: 1_700_000_000_000_000_000, lambda: 0)
+    monkeypatch.setattr("kvstore.retention._clock", frozen)  # a block says when it was made
     for name in ("obstore", "fsspec"):
         with open_store(f"{place}/{name}", client=name) as store:
             store.put_many(SPACE, writes(range(3)))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from kvstore_zarr.objects.faults import Kind, RequestFailed
+from kvstore_zarr.objects.side import side_by_side
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,10 @@ __all__ = ["Listed", "ObjectClient", "Requests"]
 
 T = TypeVar("T")
 
+BATCH = 1000
+"""Objects in one request of a `delete_many`: the most that S3 takes."""
+DELETES_AT_ONCE = 16
+"""Where they go one by one."""
 RETRIES = 2
 """Attempts after the first one, for faults that pass and that came quickly."""
 FIRST_WAIT_S = 0.05
@@ -77,6 +82,8 @@ class ObjectClient(ABC):
     takes_new: bool = True
     """`put` can be told not to overwrite. Whether the store listens, `documents` finds out."""
 
+    deletes_many: bool = False
+    """`_delete_batch` removes up to `BATCH` objects in one request. Where a store refuses it, they go one by one."""
     notes: tuple[str, ...] = ()
     """What an operator should know of this one."""
 
@@ -107,9 +114,36 @@ class ObjectClient(ABC):
         """Whether there is an object."""
         return self._unless_missing("HEAD", lambda: self._exists(path)) or False
 
+    def look(self, path: str) -> Listed | None:
+        """What a listing says of one object, None where there is none. A `modified` of 0 is not known."""
+        return self._unless_missing("HEAD", lambda: self._look(path))
+
     def delete(self, path: str) -> None:
         """Remove the object, if there is one."""
         self._unless_missing("DELETE", lambda: self._delete(path))
+
+    def delete_many(self, paths: Sequence[str]) -> None:
+        """Remove objects, those that there are: in as few requests as the store takes."""
+        for start in range(0, len(paths), BATCH):
+            batch = paths[start : start + BATCH]
+            if not (self.deletes_many and self._deleted_at_once(batch)):
+                side_by_side(self.delete, batch, DELETES_AT_ONCE)
+
+    def _deleted_at_once(self, batch: Sequence[str]) -> bool:
+        try:
+            self._ask("DELETE", lambda: self._delete_batch(batch))
+        except RequestFailed as failed:
+            if failed.kind not in (Kind.BUSY, Kind.TIMEOUT):
+                self.deletes_many = False  # there are stores that want a checksum, or answer in a way of their own
+            return False
+        return True
+
+    def leftovers(self) -> Sequence[Listed]:
+        """Drafts of writes that were never finished, of any age."""
+        return self._unless_missing("LIST", self._leftovers) or ()
+
+    def remove_folder(self, folder: str) -> None:  # noqa: B027 - most stores have no folders
+        """Remove the folders at and below `folder` that are empty, where a store has folders."""
 
     def list(self, folder: str = "") -> Iterator[Sequence[Listed]]:
         """Every object below `folder` (all of them without one), page by page, each page one request.
@@ -143,6 +177,15 @@ class ObjectClient(ABC):
 
     @abstractmethod
     def _delete(self, path: str) -> None: ...
+
+    def _look(self, path: str) -> Listed:
+        raise NotImplementedError
+
+    def _delete_batch(self, paths: Sequence[str]) -> None:
+        raise NotImplementedError
+
+    def _leftovers(self) -> Sequence[Listed]:
+        return ()
 
     @abstractmethod
     def _pages(self, folder: str, after: str) -> Iterator[Sequence[Listed]]: ...

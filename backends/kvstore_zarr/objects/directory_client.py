@@ -129,8 +129,28 @@ class DirectoryClient(ObjectClient):
     def _exists(self, path: str) -> bool:
         return stat.S_ISREG(os.lstat(self._at(path)).st_mode)
 
+    def _look(self, path: str) -> Listed:
+        status = os.lstat(self._at(path))
+        if not stat.S_ISREG(status.st_mode):
+            raise FileNotFoundError(errno.ENOENT, "no file", path)
+        return Listed(path, status.st_size, status.st_mtime)
+
     def _delete(self, path: str) -> None:
         os.unlink(self._at(path))  # noqa: PTH108
+
+    def _leftovers(self) -> Sequence[Listed]:
+        found: list[Listed] = []
+        for folder, _, files in os.walk(self._root):
+            for name in files:
+                if name.startswith(DRAFT):
+                    with suppress(FileNotFoundError):
+                        found.append(self._look(os.path.relpath(f"{folder}/{name}", self._root)))
+        return found
+
+    def remove_folder(self, folder: str) -> None:
+        for path, _, _ in os.walk(self._at(folder), topdown=False):
+            with suppress(OSError):  # somebody's file is in it, or a writer's
+                os.rmdir(path)  # noqa: PTH106
 
     def _pages(self, folder: str, after: str) -> Iterator[Sequence[Listed]]:
         """A page for each directory."""

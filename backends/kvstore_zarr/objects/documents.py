@@ -74,6 +74,11 @@ class Documents:
         self._put(path, text)
         self._known[path] = time.monotonic() + BELIEVED_S
 
+    def forget(self, name: str) -> None:
+        """What was in the folder of this namespace is there no more."""
+        with self._lock:
+            self._known = {path: until for path, until in self._known.items() if not path.startswith(f"{name}/")}
+
     def _write_manifest(self, tree: NamespaceTree, path: str, text: bytes) -> None:
         stored = self._put(path, text)
         if stored and self._refuses is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import itertools
 import re
 import threading
 import uuid
@@ -169,8 +170,17 @@ class FsspecClient(ObjectClient):
     def _exists(self, path: str) -> bool:
         return bool(self.call("exists", self._at(path)))
 
+    def _look(self, path: str) -> Listed:
+        info = cast("Mapping[str, Any]", self.call("info", self._at(path)))
+        return Listed(path, int(info.get("size") or 0), _modified(info))
+
     def _delete(self, path: str) -> None:
         self.call("rm_file", self._at(path))
+
+    def _leftovers(self) -> Sequence[Listed]:
+        if self._protocol in _ATOMIC:
+            return []
+        return list(itertools.chain.from_iterable(self._pages(_DRAFTS, "")))
 
     def _pages(self, folder: str, after: str) -> Iterator[Sequence[Listed]]:
         found = cast("Mapping[str, Mapping[str, Any]]", self.call("find", self._at(folder).rstrip("/"), detail=True))

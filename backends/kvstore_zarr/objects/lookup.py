@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from bisect import bisect_right
 from typing import TYPE_CHECKING
 
+from kvstore.retention import Retention, steady_s
+from kvstore_zarr.objects.ages import Ages
 from kvstore_zarr.objects.side import side_by_side
 
 if TYPE_CHECKING:
@@ -43,9 +44,10 @@ FOLDERS = 256
 class Lookup:
     """What is known of one tier's blocks, and how to find out. Thread-safe."""
 
-    def __init__(self, client: ObjectClient, ttl: float) -> None:
+    def __init__(self, client: ObjectClient, ttl: float, ages: Ages | None = None) -> None:
         self._client = client
         self._ttl = ttl
+        self._ages = ages or Ages(Retention())
         self._lock = threading.Lock()
         self._seen: dict[str, float] = {}  # path -> until when it is believed in; the oldest first
         self._pages: dict[str, tuple[int, float]] = {}  # group's folder -> pages of its listing, until when
@@ -54,7 +56,7 @@ class Lookup:
         """These blocks were just seen, or stored."""
         if not self._ttl:
             return
-        until = time.monotonic() + self._ttl
+        until = steady_s() + self._ttl
         with self._lock:
             for path in paths:
                 self._seen.pop(path, None)
@@ -69,7 +71,7 @@ class Lookup:
 
     def believes(self, path: str) -> bool:
         """Whether the block was seen lately."""
-        return self._seen.get(path, 0.0) > time.monotonic()
+        return self._seen.get(path, 0.0) > steady_s()
 
     def present(self, tree: NamespaceTree, keys: Sequence[BlockKey]) -> list[bool]:
         """Whether each block is there, or was lately."""
@@ -89,24 +91,30 @@ class Lookup:
         if self._is_worth_listing(folder, len(asked)):
             estimate = _Estimate(folder)
             for page in self._client.list(folder):
-                paths = [entry.path for entry in page]
+                paths = [entry.path for entry in page if self._ages.alive(entry)]
                 self.remember(paths)
                 found.update(paths)
-                asked = asked[bisect_right(asked, paths[-1]) :]
+                asked = asked[bisect_right(asked, page[-1].path) :]
                 if estimate.pages_left(page) * PAGE_COST >= len(asked):
                     break
             else:
                 asked = []
             with self._lock:
-                self._pages[folder] = (estimate.pages, time.monotonic() + ESTIMATE_TTL_S)
-        answers = side_by_side(self._client.exists, asked)
+                self._pages[folder] = (estimate.pages, steady_s() + ESTIMATE_TTL_S)
+        answers = side_by_side(self._is_there, asked)
         named = [path for path, there in zip(asked, answers, strict=True) if there]
         self.remember(named)
         return found.union(named)
 
+    def _is_there(self, path: str) -> bool:
+        if not self._ages:
+            return self._client.exists(path)
+        entry = self._client.look(path)
+        return entry is not None and self._ages.alive(entry)
+
     def _is_worth_listing(self, folder: str, keys: int) -> bool:
         pages, until = self._pages.get(folder, (1, 0.0))
-        if until < time.monotonic():
+        if until < steady_s():
             pages = 1
         return self._client.lists_in_pages and pages * PAGE_COST < keys
 

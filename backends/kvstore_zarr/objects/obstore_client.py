@@ -11,6 +11,7 @@ import os
 import re
 import time
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import obstore
@@ -52,6 +53,7 @@ class ObstoreClient(ObjectClient):
     """One bucket through obstore."""
 
     name: ClassVar[str] = "obstore"
+    deletes_many = True
 
     def __init__(self, url: TierURL, place: Place) -> None:
         global _used_by
@@ -59,12 +61,14 @@ class ObstoreClient(ObjectClient):
         self._prefix = f"{place.prefix}/" if place.prefix else ""
         try:
             self._store: ObjectStore | None = _open(url, place, self.attempt_timeout)
+            self._bulk: ObjectStore | None = None
+            self._open_bulk = partial(_open, url, place, self.attempt_timeout, bulk=True)
         except exceptions.BaseError as error:
             raise InvalidOptionError(f"{url}: obstore does not understand storage_options: {_said(error)}") from None
         _used_by = os.getpid()
 
     def close(self) -> None:
-        self._store = None  # its connections close with it
+        self._store = self._bulk = None  # their connections close with them
 
     @property
     def _open_store(self) -> ObjectStore:
@@ -89,8 +93,18 @@ class ObstoreClient(ObjectClient):
         obstore.head(self._open_store, self._prefix + path)
         return True
 
+    def _look(self, path: str) -> Listed:
+        meta = obstore.head(self._open_store, self._prefix + path)
+        return Listed(path, meta["size"], meta["last_modified"].timestamp())
+
     def _delete(self, path: str) -> None:
         obstore.delete(self._open_store, self._prefix + path)
+
+    def _delete_batch(self, paths: Sequence[str]) -> None:
+        _ = self._open_store
+        if self._bulk is None:
+            self._bulk = self._open_bulk()
+        obstore.delete(self._bulk, [self._prefix + path for path in paths])
 
     def _pages(self, folder: str, after: str) -> Iterator[Sequence[Listed]]:
         offset = self._prefix + after if after else None
@@ -153,7 +167,7 @@ def _said(error: Exception) -> str:
     return readable(text) + (f": {cause[1]}" if cause else "")
 
 
-def _open(url: TierURL, place: Place, timeout: float) -> ObjectStore:
+def _open(url: TierURL, place: Place, timeout: float, *, bulk: bool = False) -> ObjectStore:
     options: dict[str, Any] = {
         "client_options": {
             "timeout": timedelta(seconds=timeout),
@@ -164,14 +178,14 @@ def _open(url: TierURL, place: Place, timeout: float) -> ObjectStore:
         "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=timeout)},
     }
     if place.is_s3:
-        return _open_s3(url, place, options)
+        return _open_s3(url, place, options, bulk=bulk)
     config = {**url.option(STORAGE_OPTIONS), **({"skip_signature": True} if url.option(ANONYMOUS) else {})}
     kind: Any = GCSStore if place.scheme in ("gs", "gcs") else AzureStore
     store: ObjectStore = kind(place.bucket, config=config, **options)
     return store
 
 
-def _open_s3(url: TierURL, place: Place, options: dict[str, Any]) -> ObjectStore:
+def _open_s3(url: TierURL, place: Place, options: dict[str, Any], *, bulk: bool) -> ObjectStore:
     settings = S3Settings.of(url, place)
     if settings.rest:
         raise InvalidOptionError(
@@ -183,7 +197,7 @@ def _open_s3(url: TierURL, place: Place, options: dict[str, Any]) -> ObjectStore
         "virtual_hosted_style_request": not settings.path_style,
         "unsigned_payload": True,  # kvstore has checksums of its own; hashing would take as long as sending
         "skip_signature": settings.anonymous,
-        "disable_bulk_delete": True,  # which wants a Content-MD5 on some stores, and is for many objects anyway
+        "disable_bulk_delete": not bulk,  # not for one object: on some stores it wants a Content-MD5
     }
     if settings.endpoint is not None:
         config["endpoint"] = settings.endpoint if settings.path_style else _with_bucket(settings.endpoint, place.bucket)

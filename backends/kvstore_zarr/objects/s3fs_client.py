@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvstore.errors import InvalidOptionError, MissingDependencyError
 from kvstore_zarr.objects.client import Listed
+from kvstore_zarr.objects.faults import Kind, RequestFailed
 from kvstore_zarr.objects.fsspec_client import FsspecClient, joined
 from kvstore_zarr.objects.settings import S3Settings
 
@@ -36,6 +37,7 @@ class S3FsClient(FsspecClient):
     """One bucket through s3fs."""
 
     lists_in_pages = True
+    deletes_many = True
 
     def _open(self, url: TierURL, place: Place) -> tuple[Any, str]:
         try:
@@ -104,8 +106,18 @@ class S3FsClient(FsspecClient):
         self._ask_s3("head_object", Key=self._prefix + path)
         return True
 
+    def _look(self, path: str) -> Listed:
+        answer = self._ask_s3("head_object", Key=self._prefix + path)
+        return Listed(path, int(answer["ContentLength"]), answer["LastModified"].timestamp())
+
     def _delete(self, path: str) -> None:
         self._ask_s3("delete_object", Key=self._prefix + path)
+
+    def _delete_batch(self, paths: Sequence[str]) -> None:
+        names = [{"Key": self._prefix + path} for path in paths]
+        answer = self._ask_s3("delete_objects", Delete={"Objects": names, "Quiet": True})
+        if answer.get("Errors"):
+            raise RequestFailed(Kind.REFUSED, f"{answer['Errors'][0].get('Code')}: {answer['Errors'][0].get('Key')}")
 
     def _pages(self, folder: str, after: str) -> Iterator[Sequence[Listed]]:
         below = f"{self._prefix}{folder}/" if folder else self._prefix

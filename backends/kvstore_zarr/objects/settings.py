@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from kvstore.errors import InvalidOptionError, InvalidURLError
-from kvstore.url import DURABILITY, MODE, READONLY, Option, boolean, choice, parse_duration
+from kvstore.retention import TTL, TTL_FROM
+from kvstore.url import CAPACITY, DURABILITY, MODE, READONLY, Option, boolean, choice, parse_duration
 
 if TYPE_CHECKING:
     from kvstore.url import TierURL
@@ -27,6 +28,7 @@ __all__ = [
     "REMOTE",
     "S3_SCHEMES",
     "STORAGE_OPTIONS",
+    "SWEEP",
     "TIMEOUT",
     "Place",
     "S3Settings",
@@ -53,6 +55,13 @@ def _timeout(text: Any) -> float:
     seconds = parse_duration(text)
     if seconds < 0.1:
         raise ValueError("expected at least 100ms")
+    return seconds
+
+
+def _interval(text: Any) -> float:
+    seconds = parse_duration(text)
+    if not 1 <= seconds <= 30 * 86400:
+        raise ValueError("expected a time from 1s to 30d, such as 1h")
     return seconds
 
 
@@ -92,7 +101,12 @@ REMOTE: Option[bool] = Option(
     "remote", boolean, False, "file://: true for a directory that machines share (NFS, Lustre, CephFS); no catalogue"
 )
 
+SWEEP: Option[float | None] = Option(
+    "sweep", _interval, None, "how often one of those who have the tier open removes what ttl and capacity say: 1h"
+)
+
 OPTIONS: tuple[Option[object], ...] = (
+    *(CAPACITY, TTL, TTL_FROM, SWEEP),
     *(READONLY, CLIENT, TIMEOUT, LOOKUP_TTL),
     *(ENDPOINT, REGION, ADDRESSING, ANONYMOUS, PROFILE, STORAGE_OPTIONS),
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,14 +19,17 @@ from kvstore.abc import BlockStore, Capabilities
 from kvstore.errors import InvalidOptionError, StoreNotFoundError, StoreOpenError, TierUnavailable
 from kvstore.inuse import InUse
 from kvstore.layout import as_bytes
-from kvstore.types import BlockInfo, GetOutcome, PutOutcome, Usage
+from kvstore.retention import Retention, now_ns
+from kvstore.types import BlockInfo, GetOutcome, Leftover, PutOutcome, Usage
 from kvstore.url import READONLY, Option, TierURL
 from kvstore_zarr.format import BlockFacts
 from kvstore_zarr.metadata import METADATA_NAME, NamespaceTree, is_namespace_name
+from kvstore_zarr.objects.ages import Ages
 from kvstore_zarr.objects.documents import Documents
 from kvstore_zarr.objects.faults import Kind, RequestFailed
 from kvstore_zarr.objects.lookup import Lookup
 from kvstore_zarr.objects.opening import opened
+from kvstore_zarr.objects.remains import drop, is_long_empty, retention_notes, stale, wanted_capacity
 from kvstore_zarr.objects.settings import LOOKUP_TTL, OPTIONS, OPTIONS_OF_DIRECTORIES, Place
 from kvstore_zarr.objects.side import side_by_side
 
@@ -73,9 +75,11 @@ class ObjectZarrStore(BlockStore):
         if place.is_readonly and url.raw_options.get(READONLY.name) is not None and not url.option(READONLY):
             raise InvalidOptionError(f"{url}: over {place.scheme}:// nothing can be written: leave out readonly")
         self._readonly = url.option(READONLY) or place.is_readonly
+        self._capacity = wanted_capacity(url)
         self._client, folders = opened(url, place)
         self._documents = Documents(self._client)
-        self._lookup = Lookup(self._client, url.option(LOOKUP_TTL))
+        self._ages = Ages(Retention.of(url))
+        self._lookup = Lookup(self._client, url.option(LOOKUP_TTL), self._ages)
         self._trees: dict[str, NamespaceTree] = {}
         self._aside: dict[str, str] = {}
         self._told: set[Kind] = set()
@@ -91,7 +95,11 @@ class ObjectZarrStore(BlockStore):
             can_hang=True,
             io="network",
             batch_bytes=BATCH_BYTES,
-            notes=(f"client: {self._client.name}", *self._client.notes, *self._aside.values()),
+            notes=(
+                *(f"client: {self._client.name}", *self._client.notes, *self._aside.values()),
+                *retention_notes(url, self._readonly),
+            ),
+            capacity_is_exact=False,
         )
         self._use = InUse(url)
 
@@ -160,6 +168,68 @@ class ObjectZarrStore(BlockStore):
         entries = ((entry, key) for page in pages for entry in page if (key := tree.key_at(entry.path)) is not None)
         return self._facts(tree, entries)
 
+    def scan_ages(self, namespace: Namespace) -> Iterator[BlockInfo]:
+        """From the listing alone: times are when an object was written, or this process used it."""
+        with self._at_work():
+            pages = iter(()) if namespace.name in self._aside else self._client.list(namespace.name)
+        return self._listed_ages(self._tree(namespace), pages)
+
+    def _listed_ages(self, tree: NamespaceTree, pages: Iterator[Sequence[Listed]]) -> Iterator[BlockInfo]:
+        undated: list[tuple[Listed, BlockKey]] = []
+        while True:
+            with self._at_work():
+                page = next(pages, None)
+            if page is None:
+                break
+            for entry in page:
+                key = tree.key_at(entry.path)
+                if key is not None and entry.modified:
+                    yield BlockInfo(key, entry.size, entry.modified, self._ages.last_used(entry))
+                elif key is not None:
+                    undated.append((entry, key))
+        yield from self._facts(tree, iter(undated))
+
+    def remove_unused(self, namespace: Namespace, infos: Sequence[BlockInfo]) -> list[bool]:
+        """Nobody knows who used a block meanwhile, nor whether it is another that was stored anew."""
+        with self._at_work():
+            _check(namespace, [info.key for info in infos])
+            if self._readonly or namespace.name in self._aside:
+                return [False] * len(infos)
+            tree = self._tree(namespace)
+            self._remove([tree.block(info.key) for info in infos])
+        return [True] * len(infos)
+
+    def drop_namespace(self, namespace: Namespace, *, only_if_empty: bool = False) -> int:
+        with self._at_work():
+            if self._readonly or namespace.name in self._aside:
+                return 0
+            tree = self._tree(namespace)
+            if only_if_empty and not is_long_empty(tree, self._client):
+                return 0
+            dropped = drop(tree, self._client, self._remove)
+            self._documents.forget(namespace.name)
+            self._trees.pop(namespace.name, None)
+        return dropped
+
+    def leftovers(self, *, remove: bool = False) -> list[Leftover]:
+        with self._at_work():
+            found = stale(self._client)
+            if remove and not self._readonly:
+                self._remove([entry.path for entry in found])
+        return [Leftover(entry.path, entry.size, entry.modified) for entry in found]
+
+    def _remove(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            self._lookup.forget(path)
+        self._ages.forget(paths)
+        self._client.delete_many(paths)
+
+    def touch_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
+        with self._at_work():
+            _check(namespace, keys)
+            tree = self._tree(namespace)
+            self._ages.touched(tree.block(key) for key in keys)
+
     def usage(self) -> Usage:
         with self._at_work():
             blocks = used = overhead = 0
@@ -169,7 +239,7 @@ class ObjectZarrStore(BlockStore):
                         blocks, used = blocks + 1, used + entry.size
                     elif entry.path.endswith(METADATA_NAME):
                         overhead += entry.size
-        return Usage(blocks, used, overhead=overhead)
+        return Usage(blocks, used, overhead=overhead, capacity=self._capacity)
 
     def zarr_array(self, namespace: Namespace, key: BlockKey) -> zarr.Array[Any]:
         """The block as a zarr array of its layout's shape, which reads the stored chunk when values are asked for."""
@@ -267,7 +337,7 @@ class ObjectZarrStore(BlockStore):
             key=block.key,
             payload_bytes=frame.payload_bytes,
             generation=0,  # numbered in tiers with a catalogue
-            created=time.time_ns(),
+            created=now_ns(),
             position=block.position,
             parent=block.parent,
         )
@@ -279,13 +349,21 @@ class ObjectZarrStore(BlockStore):
             else:
                 stored = self._client.put(path, parts, new=refuses)
                 outcome = PutOutcome.STORED if stored else PutOutcome.EXISTS
+            if outcome is PutOutcome.EXISTS and self._ages and self._has_expired(path):
+                self._client.put(path, parts, new=False)
+                outcome = PutOutcome.STORED
         except RequestFailed as failed:
             refused = self._refused(failed)
             if refused is None:
                 raise
             return refused
         self._lookup.remember([path])
+        self._ages.used(path)
         return outcome
+
+    def _has_expired(self, path: str) -> bool:
+        entry = self._client.look(path)
+        return entry is not None and not self._ages.alive(entry)
 
     def _refused(self, failed: RequestFailed) -> PutOutcome | None:
         """What a store that does answer says of one put; None for what says nothing of the block."""
@@ -306,10 +384,11 @@ class ObjectZarrStore(BlockStore):
                 if not self._readonly:
                     self._client.delete(path)
                 return GetOutcome.CORRUPT
-        if data is None:
+        if data is None or (self._ages and not self._ages.alive_since(path, _created(tree, key, data))):
             self._lookup.forget(path)
             return GetOutcome.MISS
         self._lookup.remember([path])
+        self._ages.used(path)
         return GetOutcome.HIT
 
     def _delete(self, path: str) -> bool:
@@ -359,6 +438,13 @@ def _is_intact(tree: NamespaceTree, key: BlockKey, data: Buffer, into: NDArray[n
         return False
     np.copyto(into, whole[: frame.payload_bytes])
     return frame.payload_is_intact(closing, into)
+
+
+def _created(tree: NamespaceTree, key: BlockKey, data: Buffer) -> int:
+    """When a block that is intact was made, in ns since the epoch."""
+    frame = tree.frames[key.group]
+    facts = frame.facts(as_bytes(data)[frame.whole :])
+    return 0 if facts is None else facts.created
 
 
 def _info(tree: NamespaceTree, entry: Listed, key: BlockKey, data: Buffer) -> BlockInfo:
