@@ -9,14 +9,18 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from kvstore.errors import ConfigurationError
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -124,5 +128,41 @@ def _opaque(layout: BlockLayout, why: str) -> Axes:
 
 
 def _of_row(namespace: Namespace, group: int, model_config: ModelConfig | None) -> Axes:
-    del model_config
-    return _opaque(namespace.layouts[group], "this kvstore cannot tell the parts of vLLM's rows apart")
+    from kvstore.vllm.rows import kv_view
+
+    config = _contents(model_config)
+    try:
+        view = kv_view(namespace, group, config)
+    except ConfigurationError as why:
+        return _opaque(namespace.layouts[group], str(why))
+    found = view.layout
+    return Axes(
+        dims=found.axes,
+        shape=found.shape,
+        dtype=found.numpy_dtype,
+        dtype_name=found.dtype,
+        decode=lambda data: view.to_numpy(data.data),
+        layers=_numbers(view.layer_names),
+        layer_names=view.layer_names,
+    )
+
+
+def _numbers(names: Sequence[str]) -> tuple[int, ...]:
+    """The model's number of each layer (`model.layers.7.self_attn.attn` is 7), or how they are counted in the group."""
+    found = [re.search(r"(?:^|\.)(\d+)(?:\.|$)", name) for name in names]
+    numbers = tuple(int(number[1]) for number in found if number is not None)
+    return numbers if len(set(numbers)) == len(names) else tuple(range(len(names)))
+
+
+def _contents(config: ModelConfig | None) -> Mapping[str, Any] | None:
+    if config is None or isinstance(config, Mapping):
+        return config
+    path = Path(config)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        contents: object = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path} cannot be read as a model's config.json: {error}") from error
+    if not isinstance(contents, dict):
+        raise ConfigurationError(f"{path} is no model's config.json: it has no entries")
+    return cast("Mapping[str, Any]", contents)

@@ -101,7 +101,8 @@ class BlockView:
 
     def zarr(self) -> zarr.Array[Any]:
         """The block as a zarr array. Of a tier that keeps zarr it is the stored chunk itself, which stock zarr reads
-        when values are asked for (and checks by its checksum alone); else an array in memory with the block's values.
+        when values are asked for (and checks by its checksum alone); else an array in memory with the block's values,
+        as for rows of vLLM's, which are stored as bytes and shown as keys and values.
         """
         from kvstore.inspect.zarrs import zarr_array
 

@@ -29,7 +29,8 @@ class _KeepsZarr(Protocol):
 def zarr_array(view: BlockView) -> zarr.Array[Any]:
     """See `BlockView.zarr`."""
     zarr_api = needed("zarr")
-    if isinstance(view.store, _KeepsZarr):
+    as_stored = view.axes.dims == view.namespace.layouts[view.group].axes  # a row of vLLM's is stored as bytes
+    if as_stored and isinstance(view.store, _KeepsZarr):
         return view.store.zarr_array(view.namespace, view.key)
     importlib.import_module("kvstore_zarr.dtypes").register()  # a room of zarr's, not of a tier
     values = view.numpy()
