@@ -49,6 +49,9 @@ COMMANDS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "cp": ("kvstore.cli.cp:cp", "Copy the blocks of one tier into another, checked on the way."),
     },
     "Keep": {
+        "gc": ("kvstore.cli.gc:gc", "What is too old, too much or left over in a tier, and its removal."),
+        "pin": ("kvstore.cli.pin:pin", "Blocks that are to stay: neither evicted nor expiring."),
+        "unpin": ("kvstore.cli.pin:unpin", "Take pins back."),
         "reindex": ("kvstore.cli.reindex:reindex", "Make a local tier know the blocks that were copied into it."),
     },
     "Try and measure": {

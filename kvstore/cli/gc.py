@@ -1,0 +1,175 @@
+"""`kvstore gc URL`: what is too old, too much or left over in a tier, and with `--yes` its removal."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvstore.cli import EXIT_NOT_INTACT
+from kvstore.cli._common import age, emit_json, json_option, open_to_inspect, print_table, progress
+from kvstore.cli._names import matching_namespaces
+from kvstore.collection import Rules, collect, survey
+from kvstore.errors import InvalidOptionError
+from kvstore.registry import backend_class, open_store
+from kvstore.retention import TTL, TTL_FROM
+from kvstore.url import CAPACITY, READONLY, TierURL, format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvstore.abc import BlockStore
+    from kvstore.collection import Collected, Survey
+    from kvstore.namespace import Namespace
+    from kvstore.url import Option
+
+__all__ = ["gc"]
+
+
+def _as(option: Option[Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """A value as the option of a URL takes it."""
+
+    def convert(_: click.Context, __: click.Parameter, value: str | None) -> Any:
+        try:
+            return None if value is None else option.parse(value)
+        except (ValueError, TypeError) as error:
+            raise click.BadParameter(f"{value!r}: {error}") from None
+
+    return convert
+
+
+@click.command(
+    epilog="\b\nExamples:\n  kvstore gc 's3://bucket/kv?ttl=7d&capacity=500GB'\n"
+    "  kvstore gc s3://bucket/kv --ttl 7d --yes\n"
+    "  kvstore gc file:///mnt/nvme/kv --namespace 3f9a --yes"
+)
+@click.argument("url")
+@click.option("--yes", "--delete", "yes", is_flag=True, help="Remove it. Without this, nothing is changed.")
+@click.option("--dry-run", is_flag=True, help="Say what would go; the default.")
+@click.option("--ttl", metavar="TIME", callback=_as(TTL), help="Blocks older than this go; instead of the URL's ttl.")
+@click.option("--ttl-from", type=click.Choice(["used", "stored"]), help="What it counts from; instead of the URL's.")
+@click.option(
+    "--capacity",
+    metavar="SIZE",
+    callback=_as(CAPACITY),
+    help="The oldest go until the rest fits; instead of the URL's.",
+)
+@click.option("--namespace", "prefix", metavar="PREFIX", help="The namespaces whose name starts so go as a whole.")
+@json_option
+@click.pass_context
+def gc(
+    ctx: click.Context,
+    url: str,
+    yes: bool,
+    dry_run: bool,
+    ttl: float | None,
+    ttl_from: str | None,
+    capacity: Any,
+    prefix: str | None,
+    as_json: bool,
+) -> None:
+    """Say what is to go from the tier at URL, and with --yes remove it.
+
+    That is: blocks that are older than ttl; the oldest, where there are more than capacity; what dead writers left;
+    namespaces without blocks; and with --namespace all of a namespace, which is then all that goes. Pinned blocks stay,
+    but for those of a namespace that goes as a whole.
+
+    The tier may be in use. What was interrupted is completed by the next call. Exit code 1 when more is left than the
+    capacity, because it is pinned or was used meanwhile.
+    """
+    if yes and dry_run:
+        raise click.UsageError("either --yes or --dry-run")
+    tier = TierURL.parse(url)
+    checked = tier.validated(backend_class(tier).options)
+    if yes and checked.option(READONLY):
+        raise InvalidOptionError(f"{tier}: what is removed is written: leave out readonly")
+    with open_to_inspect(_without(tier, "readonly", "sweep")) as store:
+        total = store.usage().blocks
+        rules = _rules(store, checked, ttl, ttl_from, capacity) if prefix is None else Rules()
+        drop = [] if prefix is None else matching_namespaces(store, prefix)
+        with progress("looking", total) as advance:
+            found = survey(store, rules, drop=drop, advance=advance)
+    if prefix is not None:
+        found.leftovers, found.spaces = [], [space for space in found.spaces if space.dropped]
+    done = _carry_out(tier, found, drop) if yes else None
+    if as_json:
+        emit_json(_as_json(tier, found, done))
+    else:
+        _show(tier, found, done)
+    if done is not None and (found.excess or (done.kept and found.rules.capacity is not None)):
+        ctx.exit(EXIT_NOT_INTACT)
+
+
+def _without(tier: TierURL, *names: str) -> TierURL:
+    return replace(tier, raw_options={name: value for name, value in tier.raw_options.items() if name not in names})
+
+
+def _rules(store: BlockStore, url: TierURL, ttl: float | None, ttl_from: str | None, capacity: Any) -> Rules:
+    """What the command line says; else what the URL says, of a capacity only where no put keeps it."""
+    if capacity is not None and capacity.bytes is None:
+        raise click.UsageError("--capacity is in bytes here, such as 500GB")
+    wanted = capacity or (None if store.capabilities.capacity_is_exact else url.option(CAPACITY))
+    return Rules(
+        ttl=url.option(TTL) if ttl is None else ttl,
+        from_stored=(ttl_from or url.option(TTL_FROM)) == "stored",
+        capacity=None if wanted is None else wanted.bytes,
+    )
+
+
+def _carry_out(tier: TierURL, found: Survey, drop: Sequence[Namespace]) -> Collected:
+    # A sweep of its own would come in between, and the command is to end.
+    with open_store(_without(tier, "sweep")) as store, progress("removing", found.blocks) as advance:
+        return collect(store, found, drop=drop, advance=advance)
+
+
+def _as_json(tier: TierURL, found: Survey, done: Collected | None) -> dict[str, Any]:
+    return {
+        "url": str(tier),
+        "dry_run": done is None,
+        "ttl": found.rules.ttl,
+        "ttl_from": "stored" if found.rules.from_stored else "used",
+        "capacity": found.rules.capacity,
+        "to_go": {"blocks": found.blocks, "bytes": found.bytes, "leftovers": len(found.leftovers)},
+        "left_over_capacity": found.excess,
+        "namespaces": found.spaces,
+        "leftovers": found.leftovers,
+        "removed": None if done is None else asdict(done),
+    }
+
+
+def _show(tier: TierURL, found: Survey, done: Collected | None) -> None:
+    print_table(
+        str(tier),
+        ("namespace", "model", ">blocks", ">bytes", ">oldest", ">pinned", ">expired", ">over capacity", "goes"),
+        (
+            (
+                space.namespace,
+                space.model,
+                str(space.blocks),
+                format_size(space.bytes),
+                age(space.oldest),
+                str(space.pinned),
+                str(space.expired),
+                str(space.over),
+                "as a whole" if space.dropped else "if empty for long" if space.empty else "",
+            )
+            for space in found.spaces
+        ),
+    )
+    for leftover in found.leftovers:
+        click.echo(f"left over: {leftover.place}, {format_size(leftover.nbytes)}, {age(leftover.modified)} old")
+    if found.excess:
+        click.echo(
+            f"{format_size(found.excess)} over the capacity would be left: it is pinned, or the tier's own records"
+        )
+    if done is None:
+        click.echo(f"{found.blocks} blocks, {format_size(found.bytes)} would go; --yes removes them")
+        return
+    went = done.expired + done.over + done.dropped
+    click.echo(
+        f"{went} blocks, {format_size(done.bytes)} are gone ({done.expired} expired, {done.over} over the capacity,"
+        f" {done.dropped} with their namespace), {done.leftovers} leftovers, {done.namespaces} namespaces"
+    )
+    if done.kept:
+        click.echo(f"{done.kept} blocks were used, pinned or removed meanwhile, and left alone")
