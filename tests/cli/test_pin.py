@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from cli_helpers import KEYS, LARGE, OTHER, machine
 
-from kvstore import BlockWrite, Mark, Namespace, open_store
+from kvstore import BlockWrite, Mark, Namespace, block_keys, open_store
 from kvstore.cli import EXIT_NOT_INTACT, EXIT_OK, EXIT_USAGE, run
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def test_a_file_that_makes_no_sense_is_an_error(tier: str, tmp_path: Path, text:
 def test_more_than_may_be_pinned_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url = f"lmdb://{tmp_path}/kv?capacity=4MiB"
     with open_store(url) as store:
-        store.put_many(LARGE, [BlockWrite(key, bytes(65536)) for key in KEYS[:38]])
+        store.put_many(LARGE, [BlockWrite(key, bytes(65536)) for key in block_keys(range(160), 4)])
     said = machine(capsys, "pin", url, "--namespace", LARGE.name, exit_code=EXIT_NOT_INTACT)
     assert said["marked"] + said["unpinned"] == said["blocks"]
     assert 0 < said["pinned_bytes"] <= 2 << 20
