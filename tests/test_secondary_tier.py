@@ -301,14 +301,71 @@ def test_loads_overtake_stores_that_were_queued_before_them(store: FaultyStore, 
     made = Bench(store, threads=1)
     for name in KEYS[10:13]:
         made.store([name])
-        made.tier.submit()
-    made.run(lambda: hanging.waiting)
+        made.run(lambda: hanging.waiting)
     made.load(KEYS[:1])
     made.tier.submit()
     hanging.release()
     made.settle()
-    verbs = [(verb, names[0]) for verb, names in store.calls]
-    assert verbs == [("put", KEYS[10]), ("get", KEYS[0]), ("put", KEYS[11]), ("put", KEYS[12])]
+    assert store.calls == [("put", KEYS[10:11]), ("get", KEYS[:1]), ("put", KEYS[11:13])]
+    assert made.tier.close(PATIENCE)
+
+
+@pytest.mark.parametrize(("can_hang", "calls"), [(False, [1, 4, 4, 1]), (True, [1] * 10)])
+def test_stores_that_wait_for_a_thread_go_in_one_call_where_calls_are_dear(
+    store: FaultyStore, hanging: Hanging, monkeypatch: pytest.MonkeyPatch, can_hang: bool, calls: list[int]
+) -> None:
+    monkeypatch.setattr("kvstore.tiering.jobs.STORE_BATCH_BYTES", 4 * BLOCK)
+    store.capabilities = replace(store.capabilities, can_hang=can_hang)
+    store.plan["put"] = hanging
+    made = Bench(store, threads=1)
+    for name in KEYS[:10]:
+        made.store([name])
+        made.tier.submit()
+        if name == KEYS[0]:
+            made.run(lambda: hanging.waiting)
+    hanging.release()
+    report = made.settle()
+    assert sorted(slot.key for slot in report.released) == sorted(KEYS[:10])
+    assert [len(names) for verb, names in store.calls if verb == "put"] == calls
+    stats = made.tier.stats()
+    assert (stats.stores, stats.shed, stats.backlog_bytes) == (10, 0, 0)
+    assert made.tier.close(PATIENCE)
+
+
+def test_stores_in_one_call_have_their_own_outcomes_and_one_that_was_dropped_is_left_out(
+    store: FaultyStore, hanging: Hanging
+) -> None:
+    fill(str(store.url), KEYS[2:3])
+    store.plan["put"] = hanging
+    made = Bench(store, threads=1)
+    for name in KEYS[:5]:
+        made.store([name])
+        made.tier.submit()
+        if name == KEYS[0]:
+            made.run(lambda: hanging.waiting)
+    dropped = [job for job in made.tier._live if job.keys == KEYS[3:4]]
+    assert made.tier._transfers.cancel(dropped[0])
+    del made.tier._live[dropped[0]]
+    hanging.release()
+    made.settle()
+    assert store.calls == [("put", KEYS[:1]), ("put", [KEYS[1], KEYS[2], KEYS[4]])]
+    assert (made.tier.stats().stores, made.tier.stats().exists) == (3, 1)
+    assert made.tier.close(PATIENCE)
+
+
+def test_a_call_that_fails_fails_every_store_in_it(store: FaultyStore, hanging: Hanging) -> None:
+    store.plan["put"] = hanging
+    made = Bench(store, threads=1)
+    for name in KEYS[:4]:
+        made.store([name])
+        made.tier.submit()
+        if name == KEYS[0]:
+            made.run(lambda: hanging.waiting)
+    store.plan["put"] = failing(OSError(5, "I/O error"))
+    hanging.release()
+    report = made.settle()
+    assert sorted(slot.key for slot in report.released) == sorted(KEYS[:4])
+    assert (made.tier.stats().stores, made.tier.stats().failed_stores, made.tier.stats().backlog_bytes) == (1, 3, 0)
     assert made.tier.close(PATIENCE)
 
 
@@ -379,12 +436,12 @@ def test_a_tier_closes_the_store_that_it_opened() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvstore-memory")]
 
 
-def test_a_poll_with_little_time_leaves_what_else_ended_to_the_next(store: FaultyStore, bench: Bench) -> None:
+def test_a_poll_with_little_time_leaves_what_else_ended_to_the_next(bench: Bench) -> None:
     for key in KEYS[:20]:
         bench.store([key])
-        bench.tier.submit()  # each a call of its own
+        bench.tier.submit()  # each a job of its own
     deadline = time.monotonic() + PATIENCE
-    while len(store.calls) < 20 or len(bench.tier._transfers._done) < 20:
+    while len(bench.tier._transfers._done) < 20:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     reports = [bench.tier.poll(budget=0.0) for _ in range(20)]

@@ -23,11 +23,12 @@ it (`withdraw`): nothing of this job will ever touch a slot then, and the slots 
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.tiering.batches import STORE_BATCH_BYTES
 from kvstore.tiering.transfer import Job, Once
 from kvstore.types import BlockRead, BlockWrite, GetOutcome
 
@@ -162,18 +163,30 @@ class StagedLoad(Load):
 
 
 class Store(Transfer):
-    """From the slots into the store."""
+    """From the slots into the store, together with stores that wait behind it: a local store commits twice a call."""
 
     outcomes: Sequence[PutOutcome] = ()
 
-    def work(self) -> None:
-        self.write([BlockWrite(slot.key, slot.view.data, slot.position, slot.parent) for slot in self.slots])
+    def takes_along(self, others: Sequence[Job], another: Job) -> bool:
+        if type(self) is not Store or type(another) is not Store or another.namespace is not self.namespace:
+            return False
+        along = sum(other.nbytes for other in others if isinstance(other, Store))
+        return self.nbytes + along + another.nbytes <= STORE_BATCH_BYTES
 
-    def write(self, blocks: Sequence[BlockWrite]) -> None:
+    def work(self) -> None:
+        stores = [self, *(job for job in self.others if isinstance(job, Store))]
+        slots = [slot for store in stores for slot in store.slots]
+        outcomes = iter(
+            self.write([BlockWrite(slot.key, slot.view.data, slot.position, slot.parent) for slot in slots])
+        )
+        for store in stores:
+            store.outcomes = list(islice(outcomes, len(store.slots)))
+
+    def write(self, blocks: Sequence[BlockWrite]) -> Sequence[PutOutcome]:
         """The call itself."""
         outcomes = self.store.put_many(self.namespace, blocks)
         _check_length(outcomes, blocks)
-        self.outcomes = outcomes
+        return outcomes
 
 
 class CopyOut(Transfer):
@@ -202,7 +215,7 @@ class StagedStore(Store):
         self._blocks = copied.blocks
 
     def work(self) -> None:
-        self.write(self._blocks)
+        self.outcomes = self.write(self._blocks)
 
 
 def _check_length(answers: Sequence[object], questions: Sequence[object]) -> None:

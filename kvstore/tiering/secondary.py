@@ -11,7 +11,6 @@ that waits for a slot waits for a backend.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from itertools import takewhile
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.abc import BlockStore
 from kvstore.registry import open_store
-from kvstore.tiering.batches import batches
+from kvstore.tiering.batches import STORE_BATCH_BYTES, batches
 from kvstore.tiering.breaker import PAUSE, Breaker, Probe
 from kvstore.tiering.counters import Counters, TierStats
 from kvstore.tiering.hints import Hints
@@ -27,7 +26,7 @@ from kvstore.tiering.jobs import CopyOut, Load, StagedLoad, StagedStore, Store, 
 from kvstore.tiering.questions import Questions
 from kvstore.tiering.report import TierReport
 from kvstore.tiering.staging import Staging
-from kvstore.tiering.transfer import TransferPool
+from kvstore.tiering.transfer import TransferPool, default_threads
 from kvstore.types import GetOutcome, PutOutcome
 
 if TYPE_CHECKING:
@@ -39,22 +38,17 @@ if TYPE_CHECKING:
     from kvstore.types import BlockKey
     from kvstore.url import TierURL
 
-__all__ = ["SecondaryTier", "TierReport", "TierStats", "default_threads"]
+__all__ = ["SecondaryTier", "TierReport", "TierStats"]
 
 log = logging.getLogger(__name__)
 
-MAX_THREADS = 16
-"""What a fast local disk can use; the default is the number of CPUs, at least two, up to this."""
+LOCAL_STORES = 6
+"""Stores side by side in a local tier, at most: its device is busy with so many, and more only take turns."""
 
 LOAD_TIMEOUT = 10.0
 """Seconds. A disk that is busy with others is worth waiting for: its load cannot be parted from its slots anyway."""
 NETWORK_LOAD_TIMEOUT = 4.0
 """Seconds. A server that is silent for longer is likely to stay so, and a load that is given up costs no slot."""
-
-
-def default_threads() -> int:
-    """Transfers side by side: as many as there are CPUs, since more of them only take turns with the scheduler."""
-    return min(MAX_THREADS, max(2, len(os.sched_getaffinity(0))))
 
 
 class SecondaryTier:
@@ -97,7 +91,8 @@ class SecondaryTier:
         self._breaker = Breaker(self.url, pause)
         self._probe: Probe | None = None
         threads = threads or default_threads()
-        self._transfers: TransferPool[TierJob] = TransferPool(threads, f"kvstore-{self._store.url.scheme}")
+        stores = threads if can_hang else LOCAL_STORES
+        self._transfers: TransferPool[TierJob] = TransferPool(threads, f"kvstore-{self._store.url.scheme}", stores)
         self._questions = Questions(self._store, namespace, lookup_timeout, self._counters, self._breaker)
         self._to_load: list[Slot] = []
         self._to_store: list[Slot] = []
@@ -193,7 +188,8 @@ class SecondaryTier:
         at_most = self._store.capabilities.batch_bytes
         for batch in batches(self._to_load, self._transfers.threads, at_most, most):
             self._start(load(self._store, self._namespace, batch))
-        for batch in batches(self._to_store, self._transfers.patient_threads, at_most, most):
+        threads, least = self._transfers.patient_threads, None if self._staging else STORE_BATCH_BYTES
+        for batch in batches(self._to_store, threads, at_most, most, least=least):
             self._start(store(self._store, self._namespace, batch))
         self._to_load, self._to_store = [], []
         for job in self._staging.served() if self._staging else ():

@@ -20,14 +20,22 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-__all__ = ["Job", "Once", "TransferPool"]
+__all__ = ["Job", "Once", "TransferPool", "default_threads"]
 
 J = TypeVar("J", bound="Job")
 
+MAX_THREADS = 16
+"""What a fast local disk can use; the default is the number of CPUs, at least two, up to this."""
+
 NICENESS = 10
 """Added to that of the process for transfer threads (Linux)."""
+
+
+def default_threads() -> int:
+    """Transfers side by side: as many as there are CPUs, since more of them only take turns with the scheduler."""
+    return min(MAX_THREADS, max(2, len(os.sched_getaffinity(0))))
 
 
 class Once:
@@ -54,10 +62,12 @@ class Job(ABC):
     `urgent` jobs (loads, lookups) overtake the others (stores). When it is collected, either `error` is set or the
     call has returned; `made` is when the job was made, `begun` when its call began (`time.monotonic`; infinity before
     that), `seconds` how long it ran. `claim` is true for the thread that is going to run the job, or for who cancels
-    it. A cancelled job never starts and is never collected.
+    it. A cancelled job never starts and is never collected. `others` are jobs that this one's call does as well
+    (`takes_along`): they begin and end with it, and its time counts once.
     """
 
     urgent: ClassVar[bool] = False
+    others: Sequence[Job] = ()
 
     def __init__(self) -> None:
         self.made = time.monotonic()
@@ -70,8 +80,14 @@ class Job(ABC):
     def work(self) -> None:
         """Make the call, on a pool thread, and keep what it returned."""
 
-    def run(self) -> None:
-        """`work`, timed; whatever it raises is kept, not raised."""
+    def takes_along(self, others: Sequence[Job], another: Job) -> bool:
+        """Whether `work` can do, beside that of `others`, the work of `another`, which waits behind them."""
+        del others, another
+        return False
+
+    def run(self, others: Sequence[Job] = ()) -> None:
+        """`work`, timed, for itself and `others`; whatever it raises is kept, not raised."""
+        self.others = others
         self.begun = time.monotonic()
         begin = time.perf_counter()
         try:
@@ -79,19 +95,22 @@ class Job(ABC):
         except BaseException as error:  # a thread of the pool outlives whatever a backend throws
             self.error = error
         self.seconds = time.perf_counter() - begin
+        for other in others:
+            other.begun, other.error = self.begun, self.error
 
 
 class TransferPool(Generic[J]):
-    """`threads` daemon threads that run jobs, urgent ones first, at most `threads - 1` of the others (but one) at once.
+    """`threads` daemon threads that run jobs, urgent ones first, at most `threads - 1` of the others (but one) at once,
+    and no more than `patient`.
 
     Threads: one thread, the owner's, makes all calls; none of them waits, `close` excepted.
     """
 
-    def __init__(self, threads: int, name: str) -> None:
+    def __init__(self, threads: int, name: str, patient: int | None = None) -> None:
         if threads < 1:
             raise ValueError(f"a transfer pool needs at least one thread, not {threads}")
         self.threads = threads
-        self.patient_threads = max(1, threads - 1)
+        self.patient_threads = min(max(1, threads - 1), patient or threads)
         self._taking = threading.Lock()  # between the pool's threads only
         self._urgent: deque[J] = deque()
         self._patient: deque[J] = deque()
@@ -143,21 +162,33 @@ class TransferPool(Generic[J]):
         _yield_to_the_scheduler()
         while not self._closing:
             self._tokens.get()
-            while (job := self._take()) is not None:
-                if job.claim():
-                    job.run()
-                    self._done.append(job)
-                self._ended(job)
-                del job  # an idle thread keeps no buffer alive
+            while jobs := self._take():
+                jobs[0].run(jobs[1:])
+                self._done.extend(jobs)
+                self._ended(jobs[0])
+                del jobs  # an idle thread keeps no buffer alive
 
-    def _take(self) -> J | None:
+    def _take(self) -> list[J]:
+        """The next job, claimed, with those behind it that it takes along; none where this thread has nothing to do."""
         with self._taking:
-            if self._urgent:
-                return self._urgent.popleft()
-            if self._patient and self._patient_running < self.patient_threads:
-                self._patient_running += 1
-                return self._patient.popleft()
-            return None
+            while self._urgent:
+                job = self._urgent.popleft()
+                if job.claim():
+                    return [job]
+            while self._patient and self._patient_running < self.patient_threads:
+                job = self._patient.popleft()
+                if job.claim():
+                    self._patient_running += 1
+                    return [job, *self._companions(job)]
+            return []
+
+    def _companions(self, job: J) -> list[J]:
+        companions: list[J] = []
+        while self._patient and job.takes_along(companions, self._patient[0]):
+            another = self._patient.popleft()
+            if another.claim():
+                companions.append(another)
+        return companions
 
     def _ended(self, job: J) -> None:
         if not job.urgent:

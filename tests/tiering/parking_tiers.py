@@ -182,8 +182,9 @@ class Tier:
         running = [job for job in under_way if job.claim.taken]
         queued = [job for job in under_way if not job.claim.taken]
         parked = Counter(parked.call.verb == "contains" for parked in self.parked)
-        if parked[True] != asking_runs or parked[False] != len(running):
+        taken_along = sum(len(job.others) for job in running)
+        if parked[True] != asking_runs or parked[False] != len(running) - taken_along:
             return False
-        patient = sum(not job.urgent for job in running)
+        patient = sum(not job.urgent for job in running) - taken_along
         can_start = len(running) < pool.threads and any(job.urgent or patient < pool.patient_threads for job in queued)
         return not can_start
