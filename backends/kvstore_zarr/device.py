@@ -167,10 +167,17 @@ class BlockDevice:
         return cls(direct=reason is None), reason
 
     def create(self, path: str, mode: int) -> int:
-        """A descriptor of the new file `path`. Raises FileExistsError and whatever open(2) says."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | self._flags, mode)
-        permit(fd, mode)  # not left to the umask: the option says who may read
-        return fd
+        """A descriptor of the new file `path`, whose permissions are `mode` less the umask until `finish`. Raises
+        FileExistsError and whatever open(2) says.
+        """
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | self._flags, mode)
+
+    def finish(self, fd: int, mode: int) -> int:
+        """What a written file occupies, in bytes; its permissions are `mode` from now on, if it is ours."""
+        status = os.fstat(fd)
+        if status.st_mode & 0o777 != mode:
+            permit(fd, mode)  # not left to the umask: the option says who may read
+        return status.st_blocks * 512
 
     def open(self, path: str, *, writable: bool = False) -> int:
         """A descriptor of the regular file `path`, for reading or also for overwriting it in place. As `open_file`."""

@@ -85,13 +85,11 @@ class Folders:
         folder = tree.folder(key)
         if folder in self._made and not again:
             return
-        if not os.path.exists(f"{self._root}/{folder}/{METADATA_NAME}"):
-            for path, text in tree.documents(key).items():
-                above = path.removesuffix(f"/{METADATA_NAME}")
-                if above not in self._made or again:
-                    self._describe(f"{self._root}/{above}", text, f"{self._temporaries}/{unique}")
-                    self._made.add(above)
-        self._made.add(folder)
+        for path, text in tree.documents(key).items():
+            described = path.removesuffix(f"/{METADATA_NAME}")
+            if described not in self._made or again:
+                self._describe(f"{self._root}/{described}", text, f"{self._temporaries}/{unique}")
+                self._made.add(described)
 
     def _describe(self, folder: str, text: bytes, draft: str) -> None:
         document = f"{folder}/{METADATA_NAME}"

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import lmdb
 
 from kvstore.catalog import Entry, address_of
+from kvstore.retention import now_ns
 from kvstore.types import BlockWrite, PutOutcome
 from kvstore_zarr import eviction, steps
 from kvstore_zarr.format import PAGE, BlockFacts
@@ -277,22 +278,23 @@ class PutJob:
         tier, tree, key = self._tier, self._tree, block.write.key
         if tree is None:
             return
+        let_go = release if fd >= 0 else os.close  # nobody has a lock on a file that is new
         try:
-            tree_frame = tree.frames[key.group]
+            frame = tree.frames[key.group]
             if fd < 0:
                 fd = tier.device.create(block.draft, tier.mode)
             steps.checkpoint("created")
-            block.created = time.time_ns()
+            block.created = now_ns()
             facts = BlockFacts(
                 tree.namespace.fingerprint, key, block.payload.nbytes, block.generation, block.created,
                 block.write.position, block.write.parent,
             )  # fmt: skip
             closing = tier.device.closing()
-            tree_frame.seal(closing, block.payload, facts)
-            tier.device.write(fd, tree_frame, block.payload, closing)
+            frame.seal(closing, block.payload, facts)
+            tier.device.write(fd, frame, block.payload, closing)
             if tier.durable:
                 os.fsync(fd)
-            block.size = os.fstat(fd).st_blocks * 512
+            block.size = tier.device.finish(fd, tier.mode)
             tier.folders.make(tree, key, unique=f"{os.path.basename(block.draft)}-document")
         except OSError as error:
             erase_draft(fd, block.draft)
@@ -300,7 +302,7 @@ class PutJob:
             block.outcome = _outcome_of(error)
         finally:
             if fd >= 0:
-                release(fd)
+                let_go(fd)
         steps.checkpoint("written")
 
     def _publish(self, intent: Intent, written: Sequence[_Block]) -> None:
