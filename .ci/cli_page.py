@@ -38,6 +38,11 @@ def main() -> None:
                 command, info_name=name, parent=context, terminal_width=WIDTH, max_content_width=WIDTH
             )
             parts.append(section(f"kvstore {name}", command.get_help(inner), "###"))
+            for part in command.commands.values() if isinstance(command, click.Group) else ():
+                innermost = click.Context(
+                    part, info_name=part.name, parent=inner, terminal_width=WIDTH, max_content_width=WIDTH
+                )
+                parts.append(section(f"kvstore {name} {part.name}", part.get_help(innermost), "####"))
     sys.stdout.write("\n".join(parts))
 
 

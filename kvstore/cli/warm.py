@@ -1,0 +1,48 @@
+"""`kvstore warm`: a tier gets the prefixes that its engines will be asked for, before they are."""
+
+from __future__ import annotations
+
+import click
+
+from kvstore.cli._common import json_option, progress
+from kvstore.cli._names import matching_namespaces
+from kvstore.cli.archive import exit_as, show_reports
+from kvstore.registry import open_store
+
+__all__ = ["warm"]
+
+
+@click.command(
+    epilog="\b\nExample:\n  kvstore warm --to file:///mnt/nvme/kv s3://bucket/archives/handbook s3://bucket/archives/faq"
+)
+@click.option("--to", "tier_url", required=True, metavar="TIER_URL", help="The tier that is to have the blocks.")
+@click.option(
+    "--namespace",
+    "prefix",
+    metavar="PREFIX",
+    help="Take archives of the tier's namespace whose name starts so, and refuse others, with what differs.",
+)
+@click.argument("archive_urls", metavar="ARCHIVE_URL...", nargs=-1, required=True)
+@json_option
+@click.pass_context
+def warm(ctx: click.Context, tier_url: str, prefix: str | None, archive_urls: tuple[str, ...], as_json: bool) -> None:
+    """Restore archives into the tier at TIER_URL, in order.
+
+    With --namespace, before anything is written it is made sure that every archive is of use to the engines whose
+    namespace that is. Exit code 1 when not all blocks are in the tier in the end, 4 when it was full.
+    """
+    from kvstore import archive as archives
+
+    with open_store(tier_url) as store:
+        space = None if prefix is None else matching_namespaces(store, prefix)[0]
+        total = 0
+        for url in archive_urls:
+            with archives.open_archive(url) as opened:
+                total += opened.info.blocks
+        with progress("warming", total) as advance:
+            if space is not None:
+                reports = archives.warm(store, space, archive_urls, progress=advance)
+            else:
+                reports = [archives.restore(url, store, progress=advance) for url in archive_urls]
+    show_reports(reports, str(store.url), as_json=as_json)
+    exit_as(ctx, reports)
