@@ -34,11 +34,13 @@ AT_ONCE = 1000
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What is to be kept. `ttl` in seconds, `capacity` in bytes, None: no such rule. `from_stored`: uses count not."""
+    """What is to be kept. `ttl` in seconds, `capacity` in bytes; None: no such rule. `from_stored`: uses count not."""
 
     ttl: float | None = None
     from_stored: bool = False
     capacity: int | None = None
+    down_to: float = 1.0
+    """The part of `capacity` that is left where there is more than all of it."""
 
 
 @dataclass(slots=True)
@@ -180,7 +182,8 @@ def _find_limit(found: Survey, store: BlockStore, capacity: int, ages: _Ages) ->
     usage = store.usage()
     going = sum(space.bytes if space.dropped else space.expired_bytes for space in found.spaces)
     excess = usage.used + usage.reserved + usage.overhead - going - capacity
-    found.limit = oldest_beyond(zip(ages.moments, ages.sizes, strict=True), excess)
+    to_free = excess + int(capacity * (1 - found.rules.down_to)) if excess > 0 else 0
+    found.limit = oldest_beyond(zip(ages.moments, ages.sizes, strict=True), to_free)
     over = _Over(found.limit)
     for moment, nbytes, number in zip(ages.moments, ages.sizes, ages.spaces, strict=True):
         if over.takes(moment, nbytes):
@@ -194,14 +197,15 @@ def collect(
     found: Survey,
     *,
     drop: Sequence[Namespace] = (),
+    done: Collected | None = None,
     advance: Callable[[int], object] = lambda _: None,
 ) -> Collected:
     """Remove what `survey` found, as far as it is still so; and namespaces that are empty, where that does no harm.
 
-    `advance` is called with each number of blocks that were dealt with. Interrupted, it has removed a part, and a later
-    survey finds the rest.
+    `advance` is called with each number of blocks that were dealt with. Interrupted, it has removed a part, which
+    `done` counts, if it is given, and a later survey finds the rest.
     """
-    began, done = time.monotonic(), Collected()
+    began, done = time.monotonic(), done or Collected()
     dropped = {space.fingerprint for space in drop}
     over = _Over(found.limit)
     going = {space.namespace for space in found.spaces if space.going}

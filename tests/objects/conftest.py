@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvstore.testing.clock import movable_clock
 from kvstore.testing.servers import juicefs, seaweedfs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from kvstore.testing.clock import MovableClock
     from kvstore.testing.servers import S3Server
 
 CLIENTS = ("obstore", "fsspec")
@@ -86,3 +88,10 @@ def place(server: S3Server, credentials: None, serial: int) -> str:
     """`s3://bucket/prefix` with nothing there."""
     del credentials
     return server.url(f"test-{serial}/tier")
+
+
+@pytest.fixture
+def clock() -> Iterator[MovableClock]:
+    """What the stores of this process go by."""
+    with movable_clock() as moved:
+        yield moved

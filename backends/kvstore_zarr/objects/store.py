@@ -30,8 +30,9 @@ from kvstore_zarr.objects.faults import Kind, RequestFailed
 from kvstore_zarr.objects.lookup import Lookup
 from kvstore_zarr.objects.opening import opened
 from kvstore_zarr.objects.remains import drop, is_long_empty, retention_notes, stale, wanted_capacity
-from kvstore_zarr.objects.settings import LOOKUP_TTL, OPTIONS, OPTIONS_OF_DIRECTORIES, Place
+from kvstore_zarr.objects.settings import LOOKUP_TTL, OPTIONS, OPTIONS_OF_DIRECTORIES, SWEEP, Place
 from kvstore_zarr.objects.side import side_by_side
+from kvstore_zarr.objects.sweep import SweepCounts, Sweeper, rules_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -102,6 +103,14 @@ class ObjectZarrStore(BlockStore):
             capacity_is_exact=False,
         )
         self._use = InUse(url)
+        self._sweeper: Sweeper | None = None
+        if (interval := url.option(SWEEP)) is not None and not self._readonly:
+            self._sweeper = Sweeper(self, self._client, interval, rules_of(url, self._capacity))
+
+    @property
+    def sweeps(self) -> SweepCounts:
+        """What this store has swept, with the option `sweep`; another process may hold the lease."""
+        return SweepCounts() if self._sweeper is None else self._sweeper.counts
 
     def requests(self) -> dict[str, int]:
         """How many requests of each kind this store has sent: GET, PUT, HEAD, DELETE, LIST."""
@@ -262,6 +271,8 @@ class ObjectZarrStore(BlockStore):
                 raise TierUnavailable(f"{self.url}: {failed}") from failed
 
     def close(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.stop()
         if self._use.end():
             self._client.close()
 
