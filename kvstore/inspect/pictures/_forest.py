@@ -48,7 +48,7 @@ class Run(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """Runs in an order in which parents stand before their children, larger children first.
+    """Runs in an order in which parents stand before their children, as the tree has these.
 
     `parent` is -1 for a root. `own` is each run's own size, `total` with all that continues it, `depth` the number of
     runs before it.
@@ -70,10 +70,10 @@ class Forest:
         runs: list[Run] = []
         parents: list[int] = []
         depths: list[int] = []
-        waiting: list[tuple[Run, int, int]] = [(root, -1, 0) for root in roots]
+        waiting: list[tuple[Run, int, int]] = [(root, -1, 0) for root in [*roots][::-1]]
         while waiting:
             run, parent, depth = waiting.pop()
-            waiting += [(child, len(runs), depth + 1) for child in run.children]
+            waiting += [(child, len(runs), depth + 1) for child in [*run.children][::-1]]
             runs.append(run)
             parents.append(parent)
             depths.append(depth)

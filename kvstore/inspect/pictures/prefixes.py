@@ -62,15 +62,15 @@ def prefix_tree(
 
     A bar is a run of blocks that nothing branches off from, as long as its `width` (`tokens`, or `bytes` as stored),
     and as high as the rows of all that continue it. `colour` is `hits` (per block) or `age` (since the last use, as of
-    `now`, in seconds since the epoch). Of more than `most_rows` ends the largest subtrees are drawn; what else
-    continues a run is one grey bar behind it, as long as the longest of them. Raises `ValueError` for another `width`
-    or `colour`.
+    `now`, in seconds since the epoch). Of more than `most_rows` ends (at least two) the largest subtrees are drawn;
+    what else continues a run is one grey bar behind it, as long as the longest of them. Raises `ValueError` for another
+    `width` or `colour`.
     """
     forest = Forest.of(_roots(tree), width)
     shade = _Shade.of(forest, colour, now)
     if not forest.runs:
         return _empty(title or "Prefixes", _POSITION if width == "tokens" else "stored size (B)")
-    drawn = _Icicle.of(forest, max(most_rows, 1))
+    drawn = _Icicle.of(forest, max(most_rows, 2))
     right, rows = max(bar.right for bar in drawn.bars), int(drawn.bottom.max())
     unit = byte_unit(right) if width == "bytes" else _TOKENS
     picture, axes = sheet(title or f"Prefixes: {_summary(forest)}", height=1.3 + _ROW_INCHES * max(rows, 6))

@@ -169,7 +169,7 @@ def occupancy(blocks: Table, *, by: str | None = None) -> Picture:
         edgecolor="white",
         linewidth=0.3,
     )
-    locator = cast("Any", AutoDateLocator)(maxticks=8)
+    locator = cast("Any", AutoDateLocator)()
     canvas.xaxis.set_major_locator(locator)
     canvas.xaxis.set_major_formatter(cast("Any", ConciseDateFormatter)(locator))
     canvas.xaxis.get_offset_text().set_fontsize(SMALL)
