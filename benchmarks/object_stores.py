@@ -16,6 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from busy_thread import compare
 from memory_s3 import compiler, environment, memory_s3
 
 THREADS = 4
@@ -66,7 +67,11 @@ def main(arguments: list[str]) -> int:
         ceiling(port)
         command = [str(Path(sys.executable).with_name("kvstore")), "bench", "s3://bench/kv", "--against", "client"]
         sizes = ["--block-bytes", "2MiB", "--block-bytes", "8MiB", "--block-bytes", "32MiB"]
-        return subprocess.run([*command, *sizes, *arguments], env={**os.environ, **environment(port)}).returncode
+        code = subprocess.run([*command, *sizes, *arguments], env={**os.environ, **environment(port)}).returncode
+        os.environ.update(environment(port))
+        for nbytes in (2 << 20, 8 << 20, 32 << 20):
+            compare("s3://bench/busy", nbytes)
+        return code
 
 
 if __name__ == "__main__":

@@ -37,8 +37,7 @@ class TierUnderTest(Contestant):
 
     Raises `ConfigurationError`, before anything is written, where the tier holds blocks of others and no `own_name` is
     given, or where `total_bytes` would push them out. Where no tier was, what opening one made is removed at the end,
-    unless others use it by then (`notes` says so); where one was, every block the benchmark wrote (the namespace's
-    empty manifest stays: the contract has no verb for it).
+    unless others use it by then (`notes` says so); where one was, the namespace that the benchmark wrote.
     """
 
     name: ClassVar[str] = "kvstore"
@@ -62,7 +61,7 @@ class TierUnderTest(Contestant):
             raise
         can = self._store.capabilities
         self.batch_bytes = can.batch_bytes
-        self.persistent = can.persistent
+        self.persistent, self._io = can.persistent, can.io
         self.notes += [f"kvstore: {can.io}, checks on", *(f"kvstore: {note}" for note in can.notes)]
         if can.io in ("buffered", "mmap"):
             self.notes.append("kvstore: a store ends in the page cache; what the device takes later is not in the time")
@@ -81,8 +80,9 @@ class TierUnderTest(Contestant):
         self._open().delete_many(self._namespace, keys)
 
     def cool(self) -> None:
-        # Pages that are mapped stay in memory whatever is dropped; closing unmaps them.
-        if self.persistent:
+        # Pages that are mapped stay in memory whatever is dropped; closing unmaps them. A network has none, and a bare
+        # client keeps its connections too.
+        if self.persistent and self._io != "network":
             with uninterrupted():
                 self._open().close()
                 self._store = open_store(self._url)
@@ -107,7 +107,7 @@ class TierUnderTest(Contestant):
         """Remove what this benchmark wrote, and what one that was killed left behind."""
         for space in store.namespaces():
             if space.model == BENCH_MODEL and space.revision == self._namespace.revision:
-                store.delete_many(space, [info.key for info in store.scan(space)])
+                store.drop_namespace(space)
 
     def _expect(self, wanted: PutOutcome | GetOutcome, outcomes: Sequence[PutOutcome | GetOutcome]) -> None:
         others = sorted({outcome.value for outcome in outcomes if outcome is not wanted})
