@@ -81,7 +81,8 @@ class PrefixCache:
     is the KV of `block_tokens` tokens. `extras` separates adapters and salts that must not share (see `KeyExtras`).
     `revision` and `name` are passed to `model_namespace`; the weights must not change afterwards. `host_memory`
     is what the primary tier may take (`1GiB` or bytes; touched as it fills), `timeout` the seconds without a block
-    after which the rest of a prefix is computed.
+    after which the rest of a prefix is computed. `archives` are URLs of prefixes that are restored into the first tier,
+    in the background (`kvstore.archive`; `manager.warming` says how far that is).
 
     Raises `ConfigurationError` for a model whose cache cannot be kept, and what `kvstore.open_store` raises.
 
@@ -99,6 +100,7 @@ class PrefixCache:
         name: str | None = None,
         host_memory: int | str = "1GiB",
         timeout: float = 10.0,
+        archives: Sequence[str | Mapping[str, Any] | TierURL] = (),
     ) -> None:
         self._closed = False
         self.model = model
@@ -109,7 +111,7 @@ class PrefixCache:
         self._extras = extras
         several = [tiers] if isinstance(tiers, str | Mapping | TierURL | BlockStore) else list(tiers)
         slots = max(MIN_SLOTS, parse_size(host_memory) // self._layout.nbytes)
-        self.manager = TieringManager(self.namespace, several, primary_slots=slots)
+        self.manager = TieringManager(self.namespace, several, primary_slots=slots, archives=archives)
 
     def load(self, tokens: Sequence[int] | torch.Tensor) -> tuple[DynamicCache, int]:
         """The KV of the longest stored prefix, and its length in tokens.

@@ -23,6 +23,7 @@ from kvstore.archive.reading import Archive, Verification, catalogue, open_archi
 from kvstore.archive.removing import remove
 from kvstore.archive.restoring import RestoreReport, restore, warm
 from kvstore.archive.selecting import Selection, select
+from kvstore.archive.warming import Warming
 
 __all__ = [
     "Archive",
@@ -37,6 +38,7 @@ __all__ = [
     "Selection",
     "SelectionError",
     "Verification",
+    "Warming",
     "catalogue",
     "check_namespace",
     "create",

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvstore.url import TierURL
     from kvstore_zarr.objects.client import ObjectClient
 
-__all__ = ["Archive", "Shard", "Verification", "catalogue", "open_archive"]
+__all__ = ["Archive", "LoadedShard", "Shard", "Verification", "catalogue", "open_archive"]
 
 Damaged = Callable[[str, KVStoreError], object]
 """Is told the URL of an archive that cannot be read, and why."""
@@ -110,7 +110,7 @@ class Verification:
 
 
 @dataclass(slots=True)
-class _Loaded:
+class LoadedShard:
     """A shard in memory. `facts` is None where not even its end is intact."""
 
     data: NDArray[np.uint8]
@@ -137,7 +137,7 @@ class Archive:
             for group, (layout, segment) in enumerate(zip(self.namespace.layouts, manifest.segments, strict=True))
         )
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, _Loaded] = OrderedDict()
+        self._kept: OrderedDict[str, LoadedShard] = OrderedDict()
 
     # What it holds
 
@@ -204,16 +204,16 @@ class Archive:
 
     # Blocks
 
-    def load(self, shard: Shard) -> _Loaded:
+    def load(self, shard: Shard) -> LoadedShard:
         """Read one shard into memory: `blocks` gives what is intact of it."""
         with self._place.explained():
             data = self._client.get(shard.path)
         raw = np.frombuffer(b"", np.uint8) if data is None else as_bytes(data)
         stored = self.manifest.objects.get(shard.path)
         whole = stored is not None and raw.nbytes == stored.size and crc32c(raw) == stored.crc
-        return _Loaded(raw, self.packings[shard.group].split(raw, shard.number), whole)
+        return LoadedShard(raw, self.packings[shard.group].split(raw, shard.number), whole)
 
-    def block(self, loaded: _Loaded, shard: Shard, place: int) -> NDArray[np.uint8] | None:
+    def block(self, loaded: LoadedShard, shard: Shard, place: int) -> NDArray[np.uint8] | None:
         """A block of a shard that was loaded; None where it is damaged, or is not what the archive says it is."""
         facts = loaded.facts
         if facts is None or facts.crcs.get(place) != int(self._crcs[shard.group][shard.start + place]):
@@ -247,7 +247,7 @@ class Archive:
         np.copyto(into, block)
         return GetOutcome.HIT
 
-    def _loaded(self, shard: Shard) -> _Loaded:
+    def _loaded(self, shard: Shard) -> LoadedShard:
         with self._lock:
             loaded = self._kept.pop(shard.path, None) or self.load(shard)
             self._kept[shard.path] = loaded

@@ -9,8 +9,8 @@ A shard all of whose blocks the tier has is not read at all, so that what was in
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,13 +23,14 @@ from kvstore.errors import StoreFullError
 from kvstore.marks import Mark, MarkOutcome
 from kvstore.types import BlockWrite, PutOutcome
 from kvstore.url import format_size
+from kvstore_zarr.objects.side import side_by_side
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from kvstore.abc import BlockStore
     from kvstore.archive.document import ArchiveInfo
-    from kvstore.archive.reading import Shard
+    from kvstore.archive.reading import LoadedShard, Shard
     from kvstore.namespace import Namespace
     from kvstore.types import BlockKey
     from kvstore.url import TierURL
@@ -119,6 +120,28 @@ def restore_archive(
     return _Restoration(archive, store, progress or silent, stopped or _never).run()
 
 
+class _Ahead:
+    """A shard that is being read, by a daemon thread: one that hangs holds up no exit."""
+
+    def __init__(self, archive: Archive, shard: Shard) -> None:
+        self._found: LoadedShard | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._read, args=(archive, shard), name="kvstore-archive", daemon=True)
+        self._thread.start()
+
+    def _read(self, archive: Archive, shard: Shard) -> None:
+        try:
+            self._found = archive.load(shard)
+        except BaseException as error:  # raised again, where somebody waits for it
+            self._error = error
+
+    def result(self) -> LoadedShard:
+        self._thread.join()
+        if self._found is None:
+            raise self._error or RuntimeError("a shard was not read")
+        return self._found
+
+
 class _Restoration:
     """One archive on its way into one tier, by the calling thread with helpers."""
 
@@ -130,17 +153,18 @@ class _Restoration:
         self._there = self._corrupt = 0
 
     def run(self) -> RestoreReport:
-        with ThreadPoolExecutor(READERS) as writers, ThreadPoolExecutor(1) as reader:
-            todo = self._missing()
-            ahead: Future[Any] | None = None
+        todo = self._missing()
+        following = next(todo, None)
+        ahead = following and _Ahead(self._archive, following[0])
+        while following is not None and ahead is not None:
+            (shard, wanted), loaded = following, ahead.result()
+            ahead = None
+            if self._counts[PutOutcome.FULL] or self._stopped():
+                break
             following = next(todo, None)
-            while following is not None and not self._counts[PutOutcome.FULL] and not self._stopped():
-                shard, wanted = following
-                loaded = (ahead or reader.submit(self._archive.load, shard)).result()
-                following = next(todo, None)
-                ahead = reader.submit(self._archive.load, following[0]) if following else None
-                self._put(loaded, shard, wanted, writers)
-                del loaded  # there are to be no more than two in memory
+            ahead = following and _Ahead(self._archive, following[0])
+            self._put(loaded, shard, wanted)
+            del loaded  # there are to be no more than two in memory
         return self._report()
 
     def _missing(self) -> Iterator[tuple[Shard, list[int]]]:
@@ -153,16 +177,16 @@ class _Restoration:
             if wanted:
                 yield shard, wanted
 
-    def _put(self, loaded: Any, shard: Shard, wanted: Sequence[int], writers: ThreadPoolExecutor) -> None:
+    def _put(self, loaded: LoadedShard, shard: Shard, wanted: Sequence[int]) -> None:
         size = self._archive.namespace.block_bytes(shard.group)
         most = max(1, self._store.capabilities.batch_bytes // size)
         pieces = [wanted[start : start + most] for start in range(0, len(wanted), most)]
-        for outcomes, corrupt in writers.map(partial(self._put_piece, loaded, shard), pieces):
+        for outcomes, corrupt in side_by_side(partial(self._put_piece, loaded, shard), pieces, READERS):
             self._counts.update(outcomes)
             self._corrupt += corrupt
             self._progress(len(outcomes) + corrupt)
 
-    def _put_piece(self, loaded: Any, shard: Shard, places: Sequence[int]) -> tuple[list[PutOutcome], int]:
+    def _put_piece(self, loaded: LoadedShard, shard: Shard, places: Sequence[int]) -> tuple[list[PutOutcome], int]:
         writes: list[BlockWrite] = []
         for place in places:
             block = self._archive.block(loaded, shard, place)

@@ -23,6 +23,7 @@ from kvstore.tiering.primary import PrimaryTier
 from kvstore.tiering.promises import Promises
 from kvstore.tiering.promotion import Promotions
 from kvstore.tiering.secondary import SecondaryTier
+from kvstore.tiering.warm import warming_of
 from kvstore.types import NO_PARENT, NO_POSITION, LookupResult
 
 if TYPE_CHECKING:
@@ -85,6 +86,9 @@ class TieringManager(BlockingCalls):
     - `slot_timeout`: seconds without any free slot after which blocks that wait for one become misses.
     - `miss_age`: seconds for which a MISS is answered without asking the tiers again; who asked is told in any case.
 
+    `archives` are URLs of prefixes that are restored into the first tier, in the background, from now on: what is wrong
+    with one is logged and stands in `warming.errors`; see `kvstore.archive`.
+
     Stores may occupy three quarters of the slots, and half of them for one tier, so that loads find room behind a tier
     that writes slowly.
 
@@ -105,6 +109,7 @@ class TieringManager(BlockingCalls):
         hold: float = 1.0,
         slot_timeout: float = 1.0,
         miss_age: float = 1.0,
+        archives: Sequence[str | Mapping[str, Any] | TierURL] = (),
     ) -> None:
         if (primary is None) == (primary_slots is None):
             raise ValueError("a manager needs either primary_slots or a primary tier")
@@ -116,6 +121,7 @@ class TieringManager(BlockingCalls):
             raise ValueError(f"the primary tier has slots of {primary.slot_bytes} bytes, blocks have up to {largest}")
         self.namespace = namespace
         self.primary = primary
+        begin_warming = warming_of(tiers, namespace, archives)
         self._tiers = _opened(tiers, namespace, primary.slots * primary.slot_bytes // 2)
         self._store_slots = max(1, primary.slots - max(1, primary.slots // 4))
         self._promises = Promises(primary, hold)
@@ -127,6 +133,7 @@ class TieringManager(BlockingCalls):
         self._closed = False
         self._stepped = time.monotonic()
         self._hits = self._misses = self._stores = self._skipped = 0
+        self.warming = begin_warming()
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[LookupResult]:
         """Where each block of a prefix is; starts what is needed to bring it here. Never waits.
@@ -289,6 +296,8 @@ class TieringManager(BlockingCalls):
         self._closed = True
         deadline = time.monotonic() + timeout
         self._promotions.close()
+        if self.warming is not None:
+            self.warming.stop(timeout * 0.1)
         self.drain(timeout * 0.8)
         for number, tier in enumerate(self._tiers):
             self._take(number, tier.cancel(), 0.0)
