@@ -10,17 +10,28 @@ import shutil
 import statistics
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+import torch
 from engine_helpers import PREFIX_TOKENS, Damaged, block_files, fresh_process, prompts, threads_that_sleep
+from transformers import AutoModelForCausalLM
 from vllm.platforms import current_platform
 
+from kvstore import BlockRead, GetOutcome, open_store
 from kvstore.demo.disk import drop_page_cache
 from kvstore.vllm.demo.engine import BLOCK_TOKENS
+from kvstore.vllm.demo.model import model_folder
 from kvstore.vllm.demo.tiers import KVSTORE_FILE, KVSTORE_LMDB, VLLM_FS, kvstore, tiers_in
+from kvstore.vllm.keys import block_keys
+from kvstore.vllm.rows import kv_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from kvstore.vllm.rows import KVView
 
 pytestmark = [
     pytest.mark.engine,
@@ -91,6 +102,54 @@ def test_a_fresh_engine_answers_from_the_tier_with_the_tokens_that_it_would_have
     warm = engines.answers(tiers_in(folder, KVSTORE_FILE))
     assert cached(warm) == [PREFIX_TOKENS] * PROMPTS
     assert tokens(warm) == tokens(engines.plain)
+
+
+def read(folder: Path, prompt: Sequence[int]) -> tuple[KVView, list[NDArray[Any]]]:
+    """A prompt's blocks from the tier in `folder`, under keys that are derived from its tokens, as keys and values."""
+    with open_store(f"file://{folder}/file?readonly=true") as store:
+        (space,) = store.namespaces()
+        view = kv_view(space)
+        keys = block_keys(space, prompt)
+        rows = np.empty((len(keys), space.block_bytes()), np.uint8)
+        outcomes = store.get_many_into(space, [BlockRead(key, row) for key, row in zip(keys, rows, strict=True)])
+        assert set(outcomes) == {GetOutcome.HIT}
+        return view, [view.to_numpy(row) for row in rows]
+
+
+def computed(prompt: Sequence[int], dtype: str) -> NDArray[np.float32]:
+    """By transformers: (layer, kv, token, head, dim)."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder(print), dtype=getattr(torch, dtype))
+    with torch.inference_mode():
+        cache = model(torch.tensor([prompt]), use_cache=True).past_key_values
+    layers = [torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers]
+    return torch.stack(layers).transpose(2, 3).float().numpy()
+
+
+def check_against_transformers(folder: Path, prompt: Sequence[int], dtype: str, most: float, mean: float) -> None:
+    view, blocks = read(folder, prompt)
+    assert view.layout.dtype == dtype
+    assert len(blocks) == len(prompt) // BLOCK_TOKENS
+    expected = computed(prompt, dtype)
+    for number, block in enumerate(blocks):
+        assert block.shape == view.layout.shape
+        ours = expected[:, :, number * BLOCK_TOKENS : (number + 1) * BLOCK_TOKENS]
+        error = np.abs(block.astype(np.float32) - ours)
+        assert error.max() < most
+        assert error.mean() < mean
+
+
+def test_a_block_that_vllm_wrote_has_the_keys_and_values_that_transformers_computes(engines: Engines) -> None:
+    for prompt in engines.prompts:
+        start = prompt[: 8 * BLOCK_TOKENS]
+        check_against_transformers(engines.stored(KVSTORE_FILE), start, "float32", most=2e-3, mean=1e-5)
+
+
+@pytest.mark.soak
+def test_so_has_a_block_of_bfloat16(engines: Engines) -> None:
+    folder = engines.folder / "bfloat16"
+    folder.mkdir()
+    engines.answers(tiers_in(folder, KVSTORE_FILE), [0], new_tokens=1, engine={"dtype": "bfloat16"})
+    check_against_transformers(folder, engines.prompts[0], "bfloat16", most=2.0, mean=0.03)
 
 
 def damaged(engines: Engines, contestant: str, *damages: Callable[[Sequence[Path]], None]) -> Answers:
