@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -115,6 +116,39 @@ def test_a_listing_is_left_as_soon_as_asking_is_cheaper(objects: int) -> None:
     again = bucket.requests.snapshot()
     if objects == 100_000:
         assert again["LIST"] == 1  # known by now to be too many
+
+
+class Slow(Bucket):
+    """Of which a page of a listing takes as long as asking for so many objects."""
+
+    def __init__(self, names: set[str], page_s: float, ask_s: float) -> None:
+        super().__init__(names)
+        self.page_s, self.ask_s = page_s, ask_s
+
+    def _exists(self, path: str) -> bool:
+        time.sleep(self.ask_s)
+        return super()._exists(path)
+
+    def _pages(self, folder: str, after: str) -> Iterator[Sequence[Listed]]:
+        for page in super()._pages(folder, after):
+            time.sleep(self.page_s)
+            yield page
+
+
+def test_a_store_that_lists_slowly_is_asked_and_one_that_answers_slowly_is_listed() -> None:
+    names = bucket_of(12_000).names
+    slow_lists, slow_answers = Slow(set(names), 0.1, 0.001), Slow(set(names), 0.005, 0.02)
+    wanted = asked(slow_lists)
+    sent: list[dict[str, int]] = []
+    for bucket, believed in ((slow_lists, 0.02), (slow_answers, 0.2)):
+        lookup = Lookup(bucket, 0)
+        lookup._page_s, lookup._ask_s = believed, 0.001
+        for _ in range(4):
+            lookup.present(TREE, wanted)
+        before = Counter(bucket.requests.snapshot())
+        lookup.present(TREE, wanted)
+        sent.append(Counter(bucket.requests.snapshot()) - before)
+    assert sent == [{"HEAD": 1000}, {"LIST": 12}]
 
 
 def test_few_keys_are_asked_for_one_by_one() -> None:

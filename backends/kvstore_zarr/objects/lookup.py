@@ -3,7 +3,7 @@
 Digests are evenly spread over the 256 folders of a group, so the first page of a listing tells how many pages there
 are: as many objects as stand in the folders that it has in full, times 256 by their number. As long as what is left of
 the listing costs less than asking for the keys that it has not reached, it goes on; then the rest is asked for one by
-one.
+one. What either costs is measured on the way: stores differ by a factor of ten.
 
 Only what was seen is remembered, for `ttl` seconds: a block that another process stores is found at once, one that it
 removes is believed in for that long, unless a load found it gone.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from bisect import bisect_right
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from kvstore_zarr.objects.ages import Ages
 from kvstore_zarr.objects.side import side_by_side
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from kvstore.types import BlockKey
     from kvstore_zarr.metadata import NamespaceTree
@@ -31,9 +32,15 @@ __all__ = ["Lookup"]
 
 PAGE = 1000
 PAGE_COST = 32
-"""A page of a listing takes as long as asking for so many objects, 32 at a time (measured: 22 on loopback, 14 ms by
-0.6 ms; more over a distance, where 32 at a time are less of a crowd).
+"""A page of a listing takes as long as asking for so many objects, 32 at a time, until this store has been measured
+(22 on loopback, 14 ms by 0.6 ms; 100 and more where a service lists slowly).
 """
+PAGE_COSTS = (16.0, 256.0)
+"""What a measurement may say: a store that stumbled once is not to decide for good."""
+MEASURED_FROM = 64
+"""Objects asked for in one go, from which on their time says something."""
+RISE = 1.25
+"""A store that has become slower is believed so by so much each time; one that was faster, at once."""
 ANSWERS = 100_000
 """Blocks remembered, 250 bytes each."""
 ESTIMATE_TTL_S = 600.0
@@ -50,6 +57,7 @@ class Lookup:
         self._ages = ages or Ages(Retention())
         self._lock = threading.Lock()
         self._seen: dict[str, float] = {}  # path -> until when it is believed in; the oldest first
+        self._page_s = self._ask_s = 0.0  # what one of them takes; 0: not known yet
         self._pages: dict[str, tuple[int, float]] = {}  # group's folder -> pages of its listing, until when
 
     def remember(self, paths: Iterable[str]) -> None:
@@ -90,18 +98,21 @@ class Lookup:
         found: set[str] = set()
         if self._is_worth_listing(folder, len(asked)):
             estimate = _Estimate(folder)
-            for page in self._client.list(folder):
+            for page in self._timed(self._client.list(folder)):
                 paths = [entry.path for entry in page if self._ages.alive(entry)]
                 self.remember(paths)
                 found.update(paths)
                 asked = asked[bisect_right(asked, page[-1].path) :]
-                if estimate.pages_left(page) * PAGE_COST >= len(asked):
+                if estimate.pages_left(page) * self._page_cost >= len(asked):
                     break
             else:
                 asked = []
             with self._lock:
                 self._pages[folder] = (estimate.pages, steady_s() + ESTIMATE_TTL_S)
+        began = time.monotonic()
         answers = side_by_side(self._is_there, asked)
+        if len(asked) >= MEASURED_FROM:
+            self._ask_s = _steadied(self._ask_s, (time.monotonic() - began) / len(asked))
         named = [path for path, there in zip(asked, answers, strict=True) if there]
         self.remember(named)
         return found.union(named)
@@ -116,7 +127,30 @@ class Lookup:
         pages, until = self._pages.get(folder, (1, 0.0))
         if until < steady_s():
             pages = 1
-        return self._client.lists_in_pages and pages * PAGE_COST < keys
+        return self._client.lists_in_pages and pages * self._page_cost < keys
+
+    @property
+    def _page_cost(self) -> float:
+        """A page of a listing takes as long here as asking for so many objects."""
+        if not (self._page_s and self._ask_s):
+            return PAGE_COST
+        least, most = PAGE_COSTS
+        return min(max(self._page_s / self._ask_s, least), most)
+
+    def _timed(self, pages: Iterator[Sequence[Listed]]) -> Iterator[Sequence[Listed]]:
+        while True:
+            began = time.monotonic()
+            page = next(pages, None)
+            if page is None:
+                return
+            if len(page) == PAGE:
+                self._page_s = _steadied(self._page_s, time.monotonic() - began)
+            yield page
+
+
+def _steadied(known: float, measured: float) -> float:
+    """Noise only ever adds: of two figures the smaller one is nearer to the truth, unless it is old."""
+    return min(measured, known * RISE) if known else measured
 
 
 class _Estimate:
