@@ -30,7 +30,7 @@ PYTEST := $(BIN)/python -m pytest
 
 export VENV
 
-.PHONY: demo demo-s3 test test-light test-wheel lint soak bench clean environment demo-vllm test-vllm test-vllm-all soak-vllm
+.PHONY: demo demo-s3 test test-light test-wheel lint soak bench clean environment other-environments demo-vllm test-vllm test-vllm-all soak-vllm
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -59,7 +59,7 @@ WHEEL_TESTS := tests/cli $(addprefix tests/test_,packaging.py import.py registry
 	zarr_dtypes.py zarr_format.py formats_page.py)
 test-wheel: $(VENV)/.dev
 	rm -rf $(VENV)-wheel build/wheel
-	$(BIN)/python -m build --quiet --outdir build/wheel
+	$(BIN)/python -m build --quiet --no-isolation --outdir build/wheel
 	$(PYTHON) -m venv --without-pip $(VENV)-wheel
 	$(BIN)/python .ci/share_packages.py $(VENV)-wheel/bin/python
 	$(PIP) --python $(VENV)-wheel/bin/python install --no-deps --force-reinstall build/wheel/*.whl
@@ -78,7 +78,7 @@ test-light:
 	[ -e $(VENV)-light/.ready ] || { rm -rf $(VENV)-light; "$$python" -m venv $(VENV)-light; \
 		$(VENV)-light/bin/python .ci/install.py $(VENV)-light/bin/python -e '.[test]'; touch $(VENV)-light/.ready; }; \
 	$(VENV)-light/bin/python -c 'import sys, importlib.util as u; sys.exit("torch is installed here: remove $(VENV)-light" if u.find_spec("torch") else 0)'; \
-	$(VENV)-light/bin/python -m pytest -n $(WORKERS) --maxprocesses 8 $(ARGS) $(LIGHT_TESTS)
+	[ -n "$(ONLY_MAKE)" ] || $(VENV)-light/bin/python -m pytest -n $(WORKERS) --maxprocesses 8 $(ARGS) $(LIGHT_TESTS)
 
 # vLLM, in environments of its own: the first version's engine runs on a CPU, of the others the tiering manager.
 VLLM := 0.32.0
@@ -126,6 +126,10 @@ clean:
 # Environments. A stamp says what is in there already; it is made anew when the requirements change.
 
 environment: $(VENV)/.dev
+
+other-environments:
+	$(MAKE) test-light ONLY_MAKE=1
+	$(MAKE_VLLM) $(VLLM_NEWER)
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -1,4 +1,4 @@
-"""Install packages into an environment, quickly: `python install.py PYTHON ARGUMENT…`, the arguments those of pip install.
+"""Install packages into an environment, quickly: `python install.py PYTHON ARGUMENT…`, the latter as of pip install.
 
 By uv where the development environment has it, in a quarter of pip's time; by pip where it does not, or where uv
 fails: pip then has its own say. uv reads none of pip's configuration, so it is told what pip knows.
