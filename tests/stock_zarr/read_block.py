@@ -36,10 +36,15 @@ def _hide_entry_points() -> None:
     importlib.metadata.entry_points = others  # type: ignore[assignment]
 
 
-def main() -> None:
-    """Read the job, do it, print what was found."""
+def hide_kvstore() -> None:
+    """From here on kvstore cannot be imported, nor found by its entry points."""
     sys.meta_path.insert(0, _NoKvstore())
     _hide_entry_points()
+
+
+def main() -> None:
+    """Read the job, do it, print what was found."""
+    hide_kvstore()
     import numpy as np
     import zarr
 

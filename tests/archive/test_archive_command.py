@@ -1,0 +1,133 @@
+"""`kvstore archive` and `kvstore warm`, as they are typed."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from archive_helpers import BLOCKS, IDS, KEYS, LABEL, SPACE, STEP, fill, filled, held
+
+from kvstore import open_store
+from kvstore.cli import EXIT_FULL, EXIT_NOT_INTACT, EXIT_OK, EXIT_USAGE, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def machine(capsys: pytest.CaptureFixture[str], *words: str, code: int = EXIT_OK) -> Any:
+    """The JSON that a command prints."""
+    capsys.readouterr()
+    assert run([*words, "--json"]) == code, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What is said of a command that cannot be done."""
+    capsys.readouterr()
+    assert run(words) == EXIT_USAGE
+    return capsys.readouterr().err
+
+
+def test_from_a_tier_into_an_archive_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tier, root = filled(tmp_path / "source"), f"file://{tmp_path}/archives"
+    made = machine(capsys, "archive", "create", f"{root}/one", "--from", tier, "--label", LABEL)
+    assert (made["blocks"], made["tokens"], made["label"], made["token_ids"]) == (BLOCKS, len(IDS), LABEL, False)
+    assert machine(capsys, "archive", "list", root) == {"archives": [made], "damaged": {}}
+    assert machine(capsys, "archive", "show", f"{root}/one") == made
+    assert machine(capsys, "archive", "verify", f"{root}/one")["ok"] is True
+    target = f"lmdb://{tmp_path}/target"
+    back = machine(capsys, "archive", "restore", f"{root}/one", "--to", target)
+    assert (back["restored"], back["complete"], back["labelled"]) == (BLOCKS, True, BLOCKS)
+    again = machine(capsys, "warm", "--to", target, "--namespace", SPACE.name[:6], f"{root}/one")
+    assert [(one["restored"], one["already_there"]) for one in again] == [(0, BLOCKS)]
+    with open_store(target) as store:
+        assert all(held(store, SPACE, KEYS))
+    assert machine(capsys, "archive", "rm", f"{root}/one") == {"removed": f"{root}/one"}
+    assert "there is no archive" in refused(capsys, "archive", "show", f"{root}/one")
+
+
+def test_people_read_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tier, root = filled(tmp_path / "source"), f"file://{tmp_path}/archives"
+    words = ("archive", "create", f"{root}/one", "--from", tier, "--label", LABEL, "--keep-until", "2999-01-01")
+    assert run(words) == EXIT_OK
+    for command in (("list", root), ("show", f"{root}/one"), ("verify", f"{root}/one"),
+                    ("restore", f"{root}/one", "--to", tier)):  # fmt: skip
+        assert run(["archive", *command]) == EXIT_OK
+    out = capsys.readouterr().out
+    assert "7 of 7 blocks are intact" in out
+    assert "2999-01-01" in out
+    assert LABEL in out
+
+
+@pytest.mark.parametrize("way", ["tokens", "json tokens", "keys", "text"])
+def test_a_prefix_is_named_by_tokens_keys_or_text(tmp_path: Path, capsys: pytest.CaptureFixture[str], way: str) -> None:
+    tier, given = filled(tmp_path / "source"), tmp_path / "given"
+    words = {"tokens": ["--tokens"], "json tokens": ["--tokens"], "keys": ["--keys"], "text": ["--text"]}[way]
+    given.write_text(
+        {
+            "tokens": " ".join(map(str, IDS)),
+            "json tokens": json.dumps(IDS),
+            "keys": "\n".join(key.digest.hex() for key in KEYS),
+            "text": " ".join(f"w{number}" for number in IDS),
+        }[way]
+    )
+    tail = ["--tokenizer", word_tokenizer(tmp_path)] if way == "text" else []
+    include = [] if way == "keys" else ["--include-tokens"]
+    url = f"file://{tmp_path}/archives/one"
+    made = machine(capsys, "archive", "create", url, "--from", tier, *words, str(given), *tail, *include)
+    assert (made["blocks"], made["token_ids"], made["label"]) == (BLOCKS, way != "keys", "")
+
+
+def word_tokenizer(folder: Path) -> str:
+    """A real tokenizer.json: each word a token, w100 the hundredth."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(200)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def test_what_is_said_of_words_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tier, url = filled(tmp_path / "source"), f"file://{tmp_path}/archives/one"
+    create = ("archive", "create", url, "--from", tier)
+    ids = tmp_path / "ids"
+    ids.write_text("1 2 three")
+    assert "which prefix?" in refused(capsys, *create)
+    assert "JSON list of token ids" in refused(capsys, *create, "--tokens", str(ids))
+    assert "--tokenizer go together" in refused(capsys, *create, "--text", str(ids))
+    assert "is no digest" in refused(capsys, *create, "--keys", str(ids))
+    assert "a date such as" in refused(capsys, *create, "--label", LABEL, "--keep-until", "soon")
+    assert "--include-tokens needs" in refused(capsys, *create, "--label", LABEL, "--include-tokens")
+    assert "no block of namespace" in refused(capsys, *create, "--label", "another")
+    with open_store(tier) as store:
+        fill(store, type(SPACE)("org/second", "1", SPACE.layouts, STEP))
+    assert "say which namespace" in refused(capsys, *create, "--label", LABEL)
+    assert machine(capsys, *create, "--label", LABEL, "--namespace", SPACE.name)["blocks"] == BLOCKS
+
+
+def test_a_kept_archive_is_not_removed_without_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tier, url = filled(tmp_path / "source"), f"file://{tmp_path}/archives/one"
+    machine(capsys, "archive", "create", url, "--from", tier, "--label", LABEL, "--keep-until", "90d")
+    assert "to be kept until" in refused(capsys, "archive", "rm", url)
+    machine(capsys, "archive", "rm", url, "--force")
+
+
+def test_damage_is_exit_code_1_and_want_of_room_4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from kvstore.archive.document import MANIFEST_NAME
+
+    tier, root = filled(tmp_path / "source"), f"file://{tmp_path}/archives"
+    machine(capsys, "archive", "create", f"{root}/one", "--from", tier, "--label", LABEL)
+    folder = tmp_path / "archives" / "one"
+    shard = next(iter(folder.glob("g0/c/*/*/*/*/*")))
+    data = bytearray(shard.read_bytes())
+    data[7] ^= 1
+    shard.write_bytes(data)
+    found = machine(capsys, "archive", "verify", f"{root}/one", code=EXIT_NOT_INTACT)
+    assert [one["digest"] for one in found["corrupt"]] == [KEYS[0].digest.hex()]
+    back = machine(capsys, "archive", "restore", f"{root}/one", "--to", "memory://cli", code=EXIT_NOT_INTACT)
+    assert (back["corrupt"], back["restored"], back["complete"]) == (1, BLOCKS - 1, False)
+    (folder / MANIFEST_NAME).write_text("{}")
+    assert list(machine(capsys, "archive", "list", root, code=EXIT_NOT_INTACT)["damaged"]) == [f"{root}/one"]
+    assert EXIT_FULL == 4

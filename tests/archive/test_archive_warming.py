@@ -1,0 +1,84 @@
+"""A manager that begins with archives: in the background, whatever they are like."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from archive_helpers import KEYS, LABEL, SPACE, filled, values
+
+from kvstore import open_store
+from kvstore.archive import create
+from kvstore.errors import ConfigurationError
+from kvstore.testing.faults import FaultyStore
+from kvstore.tiering import SecondaryTier, TieringManager
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvstore.testing.faults import Hanging
+
+
+def archived(tmp_path: Path) -> str:
+    url = f"file://{tmp_path}/archives/one"
+    with open_store(filled(tmp_path / "source")) as store:
+        create(url, store, SPACE, KEYS, label=LABEL)
+    return url
+
+
+@pytest.mark.parametrize("scheme", ["file", "lmdb"])
+def test_a_new_tier_answers_from_the_archive(tmp_path: Path, scheme: str) -> None:
+    url = archived(tmp_path)
+    with TieringManager(SPACE, [f"{scheme}://{tmp_path}/new"], primary_slots=16, archives=[url]) as manager:
+        assert manager.warming is not None
+        assert manager.warming.wait(10)
+        assert [report.complete for report in manager.warming.reports] == [True]
+        loaded: list[bytes] = []
+        assert manager.load_prefix(KEYS, lambda _, view: loaded.append(view.tobytes()), timeout=5) == len(KEYS)
+    assert loaded == [values(SPACE, key).tobytes() for key in KEYS]
+
+
+def test_what_cannot_be_restored_is_told_and_the_rest_is_restored(tmp_path: Path) -> None:
+    good = archived(tmp_path)
+    other = replace(SPACE, revision="revision-2")
+    nothing = f"file://{tmp_path}/nothing"
+    with TieringManager(SPACE, [f"file://{tmp_path}/new"], primary_slots=16, archives=[nothing, good]) as manager:
+        assert manager.warming is not None
+        assert manager.warming.wait(10)
+        assert list(manager.warming.errors) == [nothing]
+        assert "there is no archive" in manager.warming.errors[nothing]
+        assert [report.archive.url for report in manager.warming.reports] == [good]
+    with TieringManager(other, [f"file://{tmp_path}/new"], primary_slots=16, archives=[good]) as manager:
+        assert manager.warming is not None
+        assert manager.warming.wait(10)
+        assert "revision: 'revision-1' there, 'revision-2' here" in manager.warming.errors[good]
+
+
+def test_a_tier_that_hangs_holds_up_neither_step_nor_close(tmp_path: Path, hanging: Hanging) -> None:
+    url = archived(tmp_path)
+    with open_store(f"file://{tmp_path}/new") as inner:
+        store = FaultyStore(inner)
+        store.plan |= {"contains_many": hanging, "put_many": hanging}
+        began = time.monotonic()
+        manager = TieringManager(SPACE, [store], primary_slots=16, archives=[url])
+        for _ in range(20):
+            manager.step()
+        assert time.monotonic() - began < 0.5
+        manager.close(timeout=1.0)
+        assert time.monotonic() - began < 2.5
+        assert manager.warming is not None
+        assert not manager.warming.reports
+        hanging.release()
+        assert manager.warming.wait(5)
+
+
+def test_words_that_are_no_urls_are_errors_at_once_and_open_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="URL"):
+        TieringManager(SPACE, [f"file://{tmp_path}/new"], primary_slots=4, archives=["/no/url"])
+    assert not (tmp_path / "new").exists()
+    tier = SecondaryTier(f"memory://{tmp_path.name}", SPACE)
+    with pytest.raises(ConfigurationError, match="first tier"):
+        TieringManager(SPACE, [tier], primary_slots=4, archives=[f"file://{tmp_path}/one"])
+    tier.close(1.0)

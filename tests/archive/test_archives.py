@@ -1,0 +1,359 @@
+"""Archives: what goes in comes out, whole or not at all, checked to the last byte."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from archive_helpers import BLOCKS, HYBRID, IDS, KEYS, LABEL, OPAQUE, SPACE, STEP, facts, fill, filled, held, values
+
+from kvstore import BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, open_store
+from kvstore.archive import (
+    ArchiveDamagedError,
+    ArchiveExistsError,
+    ArchiveHeldError,
+    NoArchiveError,
+    SelectionError,
+    catalogue,
+    create,
+    open_archive,
+    remove,
+    restore,
+    select,
+)
+from kvstore.archive.document import DRAFT_NAME, MANIFEST_NAME
+from kvstore.deriving import keys_of_tokens
+from kvstore.errors import InvalidOptionError, StoreFullError, UnknownSchemeError
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from kvstore import Namespace
+    from kvstore.archive import ArchiveInfo
+
+
+def archived(folder: Path, space: Namespace = SPACE, tier: str | None = None, **words: Any) -> tuple[str, ArchiveInfo]:
+    """An archive of the prefix in a tier of its own: its URL, and what creating it said."""
+    tier = tier or filled(folder / "source", space)
+    url = f"file://{folder}/archives/one"
+    with open_store(tier) as store:
+        info = create(url, store, space, keys_of_tokens(space, IDS), **{"label": LABEL, **words})
+    return url, info
+
+
+class TestThereAndBack:
+    @pytest.mark.parametrize("space", [SPACE, HYBRID, OPAQUE], ids=["canonical", "three groups", "opaque"])
+    @pytest.mark.parametrize("compression", ["none", "zstd", "blosc:9"])
+    @pytest.mark.usefixtures("small_shards")
+    def test_a_prefix_comes_back_with_its_positions_parents_and_label(
+        self, tmp_path: Path, space: Namespace, compression: str
+    ) -> None:
+        url, info = archived(tmp_path, space, compression=compression)
+        keys = keys_of_tokens(space, IDS)
+        assert (info.blocks, info.tokens, info.label, info.name) == (len(keys), len(IDS), LABEL, "one")
+        with open_store(f"lmdb://{tmp_path}/target") as store:
+            report = restore(url, store)
+            assert (report.restored, report.there, report.complete) == (len(keys), 0, True)
+            assert report.labelled == len(keys)
+            assert held(store, space, keys) == [True] * len(keys)
+            restored = facts(store, space)
+        with open_store(f"file://{tmp_path}/source") as source:
+            assert restored == facts(source, space)
+
+    @pytest.mark.parametrize("scheme", ["file", "lmdb"])
+    def test_from_and_into_every_kind_of_tier(self, tmp_path: Path, scheme: str) -> None:
+        url, _ = archived(tmp_path, tier=filled(tmp_path / "source", scheme=scheme))
+        with open_store(f"{scheme}://{tmp_path}/target") as store:
+            assert restore(url, store).complete
+            assert all(held(store, SPACE, KEYS))
+
+    @pytest.mark.usefixtures("small_shards")
+    def test_what_is_there_is_not_written_again_and_what_is_missing_is(self, tmp_path: Path) -> None:
+        url, _ = archived(tmp_path)
+        with open_store(f"file://{tmp_path}/target") as store:
+            restore(url, store)
+            store.delete_many(SPACE, KEYS[4:5])
+            report = restore(url, store)
+            assert (report.restored, report.there, report.complete) == (1, BLOCKS - 1, True)
+            assert all(held(store, SPACE, KEYS))
+
+    def test_a_block_at_a_time_is_read_and_another_is_a_miss(self, tmp_path: Path) -> None:
+        url, _ = archived(tmp_path)
+        stranger = BlockKey(bytes(32))
+        with open_archive(url) as archive:
+            assert archive.keys == KEYS
+            assert archive.namespace == SPACE
+            into = [bytearray(SPACE.block_bytes()) for _ in range(3)]
+            reads = [BlockRead(key, buffer) for key, buffer in zip([KEYS[5], stranger, KEYS[0]], into, strict=True)]
+            assert archive.read_many_into(reads) == [GetOutcome.HIT, GetOutcome.MISS, GetOutcome.HIT]
+        assert into[0] == values(SPACE, KEYS[5]).tobytes()
+        assert into[2] == values(SPACE, KEYS[0]).tobytes()
+
+    def test_token_ids_are_kept_only_where_they_were_given(self, tmp_path: Path) -> None:
+        url, info = archived(tmp_path, tokens=[*IDS, 5])
+        assert info.has_token_ids
+        with open_archive(url) as archive:
+            assert archive.token_ids is not None
+            assert archive.token_ids.tolist() == IDS
+        remove(url)
+        url, info = archived(tmp_path, tier=f"file://{tmp_path}/source")
+        with open_archive(url) as archive:
+            assert archive.token_ids is None
+        written = b"".join(file.read_bytes() for file in Path(tmp_path, "archives").rglob("*") if file.is_file())
+        assert np.array(IDS[:4], "<i8").tobytes() not in written
+
+    def test_labels_are_not_kept_where_a_tier_keeps_none(self, tmp_path: Path) -> None:
+        url, _ = archived(tmp_path)
+        with open_store(f"zarr+memory://{tmp_path.name}") as store:
+            report = restore(url, store)
+        assert (report.complete, report.labelled) == (True, None)
+
+    def test_a_tier_with_less_capacity_is_refused_before_it_evicts_anything(self, tmp_path: Path) -> None:
+        space = replace(OPAQUE, layouts=(type(OPAQUE.layouts[0]).opaque(1 << 20),))
+        url, _ = archived(tmp_path, space)
+        with (
+            open_store(f"file://{tmp_path}/target?capacity=5MiB") as store,
+            pytest.raises(StoreFullError, match="larger tier"),
+        ):
+            restore(url, store)
+
+    def test_shards_are_of_64_mib_and_blocks_stand_on_pages(self) -> None:
+        from kvstore.archive.packing import SHARD_BYTES, room_for
+        from kvstore.layout import BlockLayout
+
+        assert SHARD_BYTES == 64 << 20
+        rooms = {size: room_for(BlockLayout.opaque(size), 10_000) for size in (64 << 10, 2 << 20, 32 << 20, 100 << 20)}
+        assert rooms == {64 << 10: 1024, 2 << 20: 32, 32 << 20: 2, 100 << 20: 1}
+
+
+class TestAtomic:
+    @pytest.mark.usefixtures("small_shards")
+    def test_one_in_the_making_is_none_and_is_gone_on_with(self, tmp_path: Path) -> None:
+        url, info = archived(tmp_path)
+        root = tmp_path / "archives" / "one"
+        (root / MANIFEST_NAME).unlink()
+        (root / DRAFT_NAME).write_text("{}")
+        shards = sorted(root.glob("g0/c/*/*/*/*/*"))
+        shards[1].unlink()
+        before = {file: file.stat().st_mtime_ns for file in shards if file.exists()}
+        assert catalogue(f"file://{tmp_path}/archives") == []
+        for act in (open_archive, lambda url: restore(url, None)):
+            with pytest.raises(NoArchiveError):
+                act(url)  # type: ignore[operator]
+        told: list[int] = []
+        with open_store(f"file://{tmp_path}/source") as store:
+            again = create(url, store, SPACE, KEYS, label=LABEL, progress=told.append)
+        assert replace(again, created=info.created, stored_bytes=info.stored_bytes) == info
+        assert {file: file.stat().st_mtime_ns for file in before} == before
+        assert told == [BLOCKS - 3, 3]
+        assert not (root / DRAFT_NAME).exists()
+        with open_archive(url) as archive:
+            assert archive.verify().ok
+
+    @pytest.mark.usefixtures("small_shards")
+    def test_shards_of_another_plan_are_made_anew(self, tmp_path: Path) -> None:
+        url, _ = archived(tmp_path, compression="zstd")
+        root = tmp_path / "archives" / "one"
+        (root / MANIFEST_NAME).unlink()
+        (root / DRAFT_NAME).write_text("{}")
+        with open_store(f"file://{tmp_path}/source") as store:
+            create(url, store, SPACE, KEYS[:4])
+        with open_archive(url) as archive:
+            assert archive.keys == KEYS[:4]
+            assert archive.verify().ok
+        assert len(list(root.glob("g0/c/*/*/*/*/*"))) == 2
+
+    def test_the_same_again_is_left_as_it_is_and_another_is_refused(self, tmp_path: Path) -> None:
+        url, info = archived(tmp_path)
+        with open_store(f"file://{tmp_path}/source") as store:
+            assert create(url, store, SPACE, KEYS, label=LABEL) == info
+            with pytest.raises(ArchiveExistsError, match="overwrite"):
+                create(url, store, SPACE, KEYS[:3], label=LABEL)
+            assert create(url, store, SPACE, KEYS[:3], label=LABEL, overwrite=True).blocks == 3
+
+    def test_a_folder_of_something_else_is_left_alone(self, tmp_path: Path) -> None:
+        tier = filled(tmp_path / "source")
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "file").write_text("mine")
+        with open_store(tier) as store:
+            for folder in ("other", "source"):
+                with pytest.raises(ArchiveExistsError, match="no archive"):
+                    create(f"file://{tmp_path}/{folder}", store, SPACE, KEYS, overwrite=True)
+        for folder in ("other", "source"):
+            with pytest.raises(NoArchiveError):
+                remove(f"file://{tmp_path}/{folder}", force=True)
+        assert (tmp_path / "other" / "file").read_text() == "mine"
+
+    def test_a_block_that_went_meanwhile_stops_it_and_leaves_no_archive(self, tmp_path: Path) -> None:
+        tier = filled(tmp_path / "source")
+        url = f"file://{tmp_path}/archives/one"
+        with open_store(tier) as store:
+            keys = select(store, SPACE, label=LABEL)
+            store.delete_many(SPACE, KEYS[3:4])
+            with pytest.raises(SelectionError, match=r"block 3 .*not there any more"):
+                create(url, store, SPACE, keys)
+            assert catalogue(f"file://{tmp_path}/archives") == []
+            store.put_many(SPACE, [BlockWrite(KEYS[3], values(SPACE, KEYS[3]), 3, KEYS[2].digest)])
+            create(url, store, SPACE, keys)
+        remove(url)
+
+    def test_looking_makes_no_folder(self, tmp_path: Path) -> None:
+        assert catalogue(f"file://{tmp_path}/nothing") == []
+        with pytest.raises(NoArchiveError):
+            open_archive(f"file://{tmp_path}/nothing/at-all")
+        assert list(tmp_path.iterdir()) == []
+
+
+class TestDamage:
+    @pytest.mark.usefixtures("small_shards")
+    def test_any_byte_that_changes_is_found_and_what_it_is_part_of_is_not_restored(self, tmp_path: Path) -> None:
+        url, info = archived(tmp_path, tokens=IDS)
+        root = tmp_path / "archives" / "one"
+        files = sorted(file for file in root.rglob("*") if file.is_file())
+        assert sum(file.stat().st_size for file in files) == info.stored_bytes + (root / MANIFEST_NAME).stat().st_size
+        places = [(file, at) for file in files for at in _sampled(file.stat().st_size)]
+        assert len(places) > 200
+        with open_store("memory://archive-damage") as store:
+            for file, at in places:
+                data = file.read_bytes()
+                file.write_bytes(data[:at] + bytes([data[at] ^ 0x20]) + data[at + 1 :])
+                assert not _is_intact(url), (file, at)
+                _restore_as_far_as_it_goes(url, store)
+                assert {True} >= set(held(store, SPACE, KEYS)) - {False}
+                store.delete_many(SPACE, KEYS)
+                file.write_bytes(data)
+            assert _is_intact(url)
+
+    @pytest.mark.usefixtures("small_shards")
+    def test_a_shard_in_the_place_of_another_is_found_and_not_restored(self, tmp_path: Path) -> None:
+        url, _ = archived(tmp_path)
+        one, other = sorted((tmp_path / "archives" / "one").glob("g0/c/*/*/*/*/*"))[:2]
+        first, second = one.read_bytes(), other.read_bytes()
+        one.write_bytes(second), other.write_bytes(first)
+        with open_archive(url) as archive:
+            found = archive.verify()
+        assert (found.intact, found.corrupt) == (BLOCKS - 6, tuple(KEYS[:6]))
+        with open_store("memory://archive-swapped") as store:
+            report = restore(url, store)
+            assert (report.restored, report.corrupt, report.complete) == (BLOCKS - 6, 6, False)
+            assert held(store, SPACE, KEYS) == [False] * 6 + [True]
+
+    @pytest.mark.usefixtures("small_shards")
+    @pytest.mark.parametrize("compression", ["none", "zstd"])
+    def test_of_a_damaged_shard_the_other_blocks_come_back(self, tmp_path: Path, compression: str) -> None:
+        url, _ = archived(tmp_path, compression=compression)
+        shard = sorted((tmp_path / "archives" / "one").glob("g0/c/*/*/*/*/*"))[0]
+        data = bytearray(shard.read_bytes())
+        data[100] ^= 1
+        shard.write_bytes(data)
+        with open_archive(url) as archive:
+            assert archive.verify().corrupt == (KEYS[0],)
+            into = bytearray(SPACE.block_bytes())
+            assert archive.read_many_into([BlockRead(KEYS[0], into)]) == [GetOutcome.CORRUPT]
+        with open_store("memory://archive-one-damaged") as store:
+            assert restore(url, store).corrupt == 1
+            assert held(store, SPACE, KEYS) == [False] + [True] * (BLOCKS - 1)
+
+    def test_a_missing_object_and_one_cut_short_are_damage(self, tmp_path: Path) -> None:
+        url, _ = archived(tmp_path)
+        root = tmp_path / "archives" / "one"
+        shard = next(iter(root.glob("g0/c/*/*/*/*/*")))
+        data = shard.read_bytes()
+        shard.write_bytes(data[:-4096])
+        with open_archive(url) as archive:
+            assert archive.verify().corrupt == tuple(KEYS)
+        shard.write_bytes(data)
+        (root / "g0_positions" / "zarr.json").unlink()
+        with open_archive(url) as archive:
+            assert archive.verify().damaged_objects == ("g0_positions/zarr.json",)
+
+    def test_one_damaged_manifest_hides_no_other_archive(self, tmp_path: Path) -> None:
+        url, info = archived(tmp_path)
+        root = tmp_path / "archives"
+        shutil.copytree(root / "one", root / "two")
+        (root / "two" / MANIFEST_NAME).write_text("{}")
+        told: list[str] = []
+        assert catalogue(f"file://{root}", damaged=lambda place, _: told.append(place)) == [info]
+        assert told == [f"file://{root}/two"]
+        with pytest.raises(ArchiveDamagedError, match="two"):
+            catalogue(f"file://{root}")
+        assert catalogue(url) == [info]
+        with pytest.raises(ArchiveDamagedError, match="force"):
+            remove(f"file://{root}/two")
+        remove(f"file://{root}/two", force=True)
+        assert not (root / "two").exists()
+
+
+class TestKeeping:
+    def test_one_that_is_to_be_kept_is_not_removed_before(self, tmp_path: Path) -> None:
+        url, info = archived(tmp_path, keep_until=time.time() + 1000)
+        assert info.keep_until is not None
+        with pytest.raises(ArchiveHeldError, match="to be kept until 20"):
+            remove(url)
+        with open_store(f"file://{tmp_path}/source") as store, pytest.raises(ArchiveHeldError):
+            create(url, store, SPACE, KEYS[:2], overwrite=True)
+        with open_archive(url) as archive:
+            assert archive.verify().ok
+        remove(url, force=True)
+        with pytest.raises(NoArchiveError):
+            remove(url)
+
+    def test_one_whose_time_has_come_is(self, tmp_path: Path) -> None:
+        url, _ = archived(tmp_path, keep_until=time.time() - 1)
+        remove(url)
+        assert not (tmp_path / "archives" / "one").exists()
+
+
+class TestWords:
+    def test_a_url_that_is_no_folder_and_a_codec_that_is_none_are_refused(self, tmp_path: Path) -> None:
+        with open_store(filled(tmp_path / "source")) as store:
+            for url in (f"lmdb://{tmp_path}/x", "memory://x", "nothing://x"):
+                with pytest.raises((UnknownSchemeError, InvalidOptionError)):
+                    create(url, store, SPACE, KEYS)
+            for codec in ("gzip", "zstd:99", "zstd:x"):
+                with pytest.raises(InvalidOptionError, match="zstd"):
+                    create(f"file://{tmp_path}/x", store, SPACE, KEYS, compression=codec)
+            with pytest.raises(SelectionError, match="twice"):
+                create(f"file://{tmp_path}/x", store, SPACE, [KEYS[0], KEYS[0]])
+            with pytest.raises(SelectionError, match="nothing"):
+                create(f"file://{tmp_path}/x", store, SPACE, [])
+        assert not (tmp_path / "x").exists()
+
+    def test_it_says_which_tier_it_was_taken_from(self, tmp_path: Path) -> None:
+        _, info = archived(tmp_path)
+        assert info.source == f"file://{tmp_path}/source"
+        document = json.loads((tmp_path / "archives" / "one" / MANIFEST_NAME).read_text())
+        assert document["kvstore_archive"]["source"] == info.source
+
+
+def _sampled(size: int) -> list[int]:
+    """Places in a file: both ends, and some between, at irregular distances."""
+    return sorted({0, size - 1, size // 2, *range(13, size, 257)})
+
+
+def _is_intact(url: str) -> bool:
+    try:
+        with open_archive(url) as archive:
+            return archive.verify().ok
+    except ArchiveDamagedError:
+        return False
+
+
+def _restore_as_far_as_it_goes(url: str, store: Any) -> None:
+    try:
+        restore(url, store)
+    except ArchiveDamagedError:
+        return
+
+
+def test_a_put_of_the_prefix_is_what_the_helpers_say(tmp_path: Path) -> None:
+    with open_store(f"file://{tmp_path}/tier") as store:
+        assert fill(store) == KEYS
+        assert store.put_many(SPACE, [BlockWrite(KEYS[0], values(SPACE, KEYS[0]))]) == [PutOutcome.EXISTS]
+    assert len(KEYS) * STEP == len(IDS)
