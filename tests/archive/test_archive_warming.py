@@ -60,7 +60,7 @@ def test_a_tier_that_hangs_holds_up_neither_step_nor_close(tmp_path: Path, hangi
     url = archived(tmp_path)
     with open_store(f"file://{tmp_path}/new") as inner:
         store = FaultyStore(inner)
-        store.plan |= {"contains_many": hanging, "put_many": hanging}
+        store.plan |= {"contains": hanging, "put": hanging}
         began = time.monotonic()
         manager = TieringManager(SPACE, [store], primary_slots=16, archives=[url])
         for _ in range(20):
