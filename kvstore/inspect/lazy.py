@@ -40,6 +40,8 @@ class Blocks(BackendArray):
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
         untyped: Any = indexing
+        if not isinstance(key, indexing.VectorizedIndexer):
+            return self._outer(key.tuple)  # as it is: the adapter cannot turn an empty slice round
         return untyped.explicit_indexing_adapter(key, self.shape, untyped.IndexingSupport.OUTER, self._outer)
 
     def _outer(self, key: tuple[Part, ...]) -> NDArray[Any]:
