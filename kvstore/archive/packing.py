@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -47,8 +48,9 @@ _ABSENT = (1 << 64) - 1
 
 def page_memory(nbytes: int) -> NDArray[np.uint8]:
     """Zeroed memory of whole pages, in huge ones where the kernel has them; it lives as long as the array."""
-    memory = mmap.mmap(-1, max(nbytes, 1))
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    memory = mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)[:nbytes]
 
 
@@ -138,14 +140,20 @@ class Packing:
         body = data.nbytes - self.closing
         return self.facts(data[body:], number, body) if body > 0 else None
 
-    def block(self, data: NDArray[np.uint8], facts: ShardFacts, place: int) -> NDArray[np.uint8] | None:
-        """One block of a whole shard, checked: a view where nothing compresses; None where it is damaged."""
+    def block(
+        self, data: NDArray[np.uint8], facts: ShardFacts, place: int, *, checked: bool
+    ) -> NDArray[np.uint8] | None:
+        """One block of a whole shard: a view where nothing compresses; None where it is damaged.
+
+        `checked`: all bytes of the shard are known to be what they were.
+        """
         offset, length = facts.spans[place]
         packed = data[offset : offset + length - _CRC.size]
-        if _CRC.unpack_from(data.data, offset + packed.nbytes)[0] != crc32c(packed):
+        crc = _CRC.unpack_from(data.data, offset + packed.nbytes)[0]
+        if not checked and crc != crc32c(packed):
             return None
         if not self.compression.codec:
-            return packed if packed.nbytes == self.layout.nbytes and crc32c(packed) == facts.crcs[place] else None
+            return packed if packed.nbytes == self.layout.nbytes and crc == facts.crcs[place] else None
         block = np.empty(self.layout.nbytes, np.uint8)
         if not self.compression.decode_into(packed, block) or crc32c(block) != facts.crcs[place]:
             return None

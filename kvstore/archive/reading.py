@@ -218,7 +218,7 @@ class Archive:
         facts = loaded.facts
         if facts is None or facts.crcs.get(place) != int(self._crcs[shard.group][shard.start + place]):
             return None
-        return self.packings[shard.group].block(loaded.data, facts, place)
+        return self.packings[shard.group].block(loaded.data, facts, place, checked=loaded.whole)
 
     def read_many_into(self, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
         """As `BlockStore.get_many_into`: HIT, MISS or CORRUPT for each, in order; buffers are the caller's.
