@@ -43,6 +43,7 @@ COMMANDS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "stat": ("kvstore.cli.stat:stat", "What is in a tier: namespaces, blocks, bytes, ages, how full it is."),
         "ls": ("kvstore.cli.ls:ls", "List a tier's namespaces, or the blocks of some of them."),
         "show": ("kvstore.cli.show:show", "A block or a prefix: its facts, its axes, what its numbers are like."),
+        "top": ("kvstore.cli.top:top", "Watch a tier: how full, stores and evictions a second, hot prefixes."),
         "verify": ("kvstore.cli.verify:verify", "Read every block of a tier through its checks."),
     },
     "Move": {

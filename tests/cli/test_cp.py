@@ -59,7 +59,8 @@ def test_a_tier_of_any_backend_is_copied_to_one_of_any_other(
 def test_people_are_told_the_same(tier: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["cp", tier, f"file://{tmp_path}/target"]) == EXIT_OK
     shown = capsys.readouterr().out
-    for expected in (f"{tier} -> file://", MODEL.name, "org/model", "10", OTHER.name, "GB/s"):
+    assert f"{tier} -> file://" in shown.replace("\n", " ")  # a long title is broken at its spaces
+    for expected in (MODEL.name, "org/model", "10", OTHER.name, "GB/s"):
         assert expected in shown
 
 

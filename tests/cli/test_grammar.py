@@ -116,7 +116,7 @@ def completed(line: str, *, cwd: Path) -> list[str]:
     [
         ("kvstore ver", ["verify"]),
         ("kvstore cp --dr", ["--dry-run"]),
-        ("kvstore bench --against ", ["raw", "client"]),
+        ("kvstore ls --na", ["--namespace"]),
         ("kvstore completion ", ["bash", "zsh", "fish"]),
     ],
 )
