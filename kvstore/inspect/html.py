@@ -9,6 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from kvstore.inspect.axes import engine_of
+from kvstore.inspect.summary import summaries
 from kvstore.inspect.wording import age, moment, short
 from kvstore.url import format_size
 
@@ -35,7 +36,7 @@ _TAG = "border:1px solid currentColor;border-radius:.7em;padding:0 .5em;font-siz
 
 def inspection_html(look: Inspection) -> str:
     """The tier: its namespaces with their counts."""
-    sums = [view.summary for view in look.views()]
+    sums = summaries(look.store)
     rows = (
         (
             _code(short(each.namespace)),

@@ -8,6 +8,7 @@ from kvstore.inspect.namespace import NamespaceView
 from kvstore.inspect.needs import needed
 from kvstore.inspect.reading import BlockReader
 from kvstore.inspect.scanned import named_like
+from kvstore.inspect.summary import counted
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -36,7 +37,7 @@ class Inspection:
         self._reader = BlockReader(store, source)
 
     def namespaces(self) -> pd.DataFrame:
-        """One row for each namespace, under its name, the largest first; each is scanned.
+        """One row for each namespace, under its name, the largest first; all blocks are counted.
 
         Columns: model, revision, engine, dtype, block_tokens, groups, blocks, bytes, oldest, newest, last_used (UTC),
         pinned (blocks that are not evicted), labels.
@@ -44,7 +45,7 @@ class Inspection:
         needed("pandas")
         from kvstore.inspect.frames import namespaces_frame
 
-        return namespaces_frame([(view.namespace, view.summary) for view in self.views()])
+        return namespaces_frame(counted(self.store))
 
     def namespace(self, name: str | None = None, *, model_config: ModelConfig | None = None) -> NamespaceView:
         """The namespace whose name begins so; without a name the only one. `model_config`: see `NamespaceView`.
@@ -54,16 +55,12 @@ class Inspection:
         space = named_like(self.source, name, self.store.namespaces())
         return NamespaceView(self._reader, space, model_config)
 
-    def views(self) -> list[NamespaceView]:
-        """Every namespace that has been scanned now, the largest first."""
-        found = [NamespaceView(self._reader, space) for space in self.store.namespaces()]
-        return sorted(found, key=lambda view: -view.summary.bytes)
-
     def prefixes(self) -> pd.DataFrame:
         """The prefixes of all namespaces, as `NamespaceView.prefixes`, behind the columns namespace and model."""
         pandas = needed("pandas")
         frames: list[pd.DataFrame] = []
-        for view in self.views():
+        for space in self.store.namespaces():
+            view = NamespaceView(self._reader, space)
             frame = view.prefixes()
             frame.insert(0, "namespace", view.name)
             frame.insert(1, "model", view.namespace.model)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvstore.namespace import Namespace
     from kvstore.types import BlockInfo
 
-__all__ = ["NamespaceSummary", "summaries", "summary_of"]
+__all__ = ["NamespaceSummary", "counted", "summaries", "summary_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,19 @@ class NamespaceSummary:
     """Blocks by label; one with several is counted for each."""
 
 
+def counted(store: BlockStore) -> list[tuple[Namespace, NamespaceSummary]]:
+    """Every namespace of the store with its blocks counted, largest first.
+
+    A store that keeps no marks is asked for sizes and ages alone: an object store has them in its listing.
+    """
+    scan = store.scan if store.capabilities.marks else store.scan_ages
+    found = [(space, summary_of(space, scan(space))) for space in store.namespaces()]
+    return sorted(found, key=lambda entry: -entry[1].bytes)
+
+
 def summaries(store: BlockStore) -> list[NamespaceSummary]:
-    """Every namespace of the store with its blocks counted, largest first."""
-    found = (summary_of(space, store.scan(space)) for space in store.namespaces())
-    return sorted(found, key=lambda summary: -summary.bytes)
+    """`counted`, without the namespaces themselves."""
+    return [summary for _, summary in counted(store)]
 
 
 def summary_of(namespace: Namespace, infos: Iterable[BlockInfo]) -> NamespaceSummary:

@@ -13,8 +13,11 @@ from inspect_helpers import DTYPES, KEYS, LAYOUT, PROMPT, SPACE, TOKENS, Reads, 
 
 xarray = pytest.importorskip("xarray", reason='pip install "kvstore-tiers[inspect]"')
 
+from xarray.core import indexing  # noqa: E402
+
 import kvstore.inspect  # noqa: E402
 from kvstore import BlockLayout, BlockWrite, Namespace, TierURL, block_keys, open_store  # noqa: E402
+from kvstore.inspect.lazy import Blocks  # noqa: E402
 from kvstore.inspect.reading import BlockReader  # noqa: E402
 
 if TYPE_CHECKING:
@@ -138,6 +141,16 @@ def test_any_index_gives_what_numpy_gives(prefix: PrefixView, token: Any, layer:
     assert found.dims == plain.dims
     assert np.array_equal(found.values, plain.values)
     assert found.values.dtype == plain.dtype
+
+
+@pytest.mark.parametrize("places", [[0, 2, 1, 3], [5, 7, 6, 8], [2, 2, 3], [-1, 0], [-2, -1], [39, 0, 38]])
+def test_places_may_be_out_of_order_or_counted_from_the_end(prefix: PrefixView, places: list[int]) -> None:
+    assert np.array_equal(prefix.xarray().isel(token=places).values, WHOLE[:, :, places])
+    lazy = Blocks(prefix.axes, 10, 2, prefix.read_each, np.dtype("float16"))
+    rest = (slice(None),) * 2
+    assert np.array_equal(lazy[indexing.OuterIndexer((*rest, np.array(places), *rest))], WHOLE[:, :, places])
+    heads = np.array([-1, 0])
+    assert np.array_equal(lazy[indexing.OuterIndexer((*rest, 7, heads, slice(None)))], WHOLE[:, :, 7, heads])
 
 
 def test_points_may_be_picked(prefix: PrefixView) -> None:
