@@ -130,19 +130,13 @@ class Watcher:
 
     def sample(self) -> Sample:
         """What is there now. Raises `TierUnavailable` where the store cannot tell."""
-        now, usage, current = self._clock(), self._store.usage(), self._current
+        now, usage = self._clock(), self._store.usage()
         before = self._remember(now, usage.blocks)
-        scanned = stored = since = 0
-        for space, info in islice(current.blocks, self._at_once):
-            current.see(space, info)
-            scanned += 1
-            stored += info.created >= now - WINDOW_S
-            since += before is not None and info.created > before[0]
-        ended, exact = scanned < self._at_once, current.begun_with(scanned) and scanned < self._at_once
-        if ended:
-            self._whole, self._current = current, _Pass(self._all())
+        seen, exact = self._read_on()
+        scanned, stored = len(seen), sum(created >= now - WINDOW_S for created in seen)
+        since = 0 if before is None else sum(created > before[0] for created in seen)
         scale = 1.0 if exact else usage.blocks / max(scanned, 1)
-        shown = self._whole or current
+        shown = self._whole or self._current
         return Sample(
             time=now,
             usage=usage,
@@ -154,6 +148,20 @@ class Watcher:
             hottest=shown.hottest(),
             namespaces=shown.namespaces(),
         )
+
+    def _read_on(self) -> tuple[list[float], bool]:
+        """When the next blocks were stored, and whether they are all there are. Behind the last comes the first."""
+        seen: list[float] = []
+        while True:
+            current, before = self._current, len(seen)
+            for space, info in islice(current.blocks, self._at_once - before):
+                current.see(space, info)
+                seen.append(info.created)
+            if len(seen) == self._at_once:
+                return seen, False
+            self._whole, self._current = current, _Pass(self._all())
+            if current.begun_with(len(seen) - before):
+                return seen, before == 0
 
     def _remember(self, now: float, blocks: int) -> tuple[float, int] | None:
         """The earliest time in the window, and how many blocks there were; None at first."""
