@@ -41,7 +41,7 @@ demo-s3: $(VENV)/.dev
 	$(BIN)/python -m kvstore.testing.servers $(BIN)/kvstore demo --url s3://kvstore-test/demo $(ARGS)
 
 test: $(VENV)/.dev
-	$(PYTEST) -n $(WORKERS) --maxprocesses 8 $(ARGS) $(TESTS)
+	$(PYTEST) -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS) $(TESTS)
 
 soak: $(VENV)/.dev
 	$(PYTEST) -m soak $(ARGS) $(TESTS)
@@ -52,11 +52,11 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
-# What could differ in what is shipped: files, entry points, data types, the command. Run
-# from an empty folder, so that the source tree cannot be imported. (Servers of object stores are programs of the other
-# environment.)
-WHEEL_TESTS := tests/cli $(addprefix tests/test_,packaging.py import.py registry.py readme.py hf.py \
-	zarr_dtypes.py zarr_format.py formats_page.py)
+# What could differ in what is shipped: files, entry points, data types, the command and all of its parts. Run from an
+# empty folder, so that the source tree cannot be imported.
+WHEEL_TESTS := $(addprefix tests/cli/test_,command.py grammar.py looking.py) \
+	$(addprefix tests/test_,packaging.py import.py registry.py readme.py hf.py zarr_dtypes.py zarr_format.py \
+	formats_page.py)
 test-wheel: $(VENV)/.dev
 	rm -rf $(VENV)-wheel build/wheel
 	$(BIN)/python -m build --quiet --no-isolation --outdir build/wheel
@@ -64,8 +64,8 @@ test-wheel: $(VENV)/.dev
 	$(BIN)/python .ci/share_packages.py $(VENV)-wheel/bin/python
 	$(PIP) --python $(VENV)-wheel/bin/python install --no-deps --force-reinstall build/wheel/*.whl
 	mkdir -p build/wheel/empty
-	cd build/wheel/empty && $(abspath $(VENV))-wheel/bin/python -m pytest -n $(WORKERS) --maxprocesses 8 \
-		--rootdir $(CURDIR) -c $(CURDIR)/pyproject.toml -o pythonpath= --ignore=$(CURDIR)/tests/cli/test_bench_client.py \
+	cd build/wheel/empty && $(abspath $(VENV))-wheel/bin/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal \
+		--rootdir $(CURDIR) -c $(CURDIR)/pyproject.toml -o pythonpath= \
 		$(ARGS) $(addprefix $(CURDIR)/,$(WHEEL_TESTS))
 
 # What must hold without torch, on Python 3.12 or later (zarr 3.1.6 is the last for 3.11).
@@ -78,7 +78,7 @@ test-light:
 	[ -e $(VENV)-light/.ready ] || { rm -rf $(VENV)-light; "$$python" -m venv $(VENV)-light; \
 		$(VENV)-light/bin/python .ci/install.py $(VENV)-light/bin/python -e '.[test]'; touch $(VENV)-light/.ready; }; \
 	$(VENV)-light/bin/python -c 'import sys, importlib.util as u; sys.exit("torch is installed here: remove $(VENV)-light" if u.find_spec("torch") else 0)'; \
-	[ -n "$(ONLY_MAKE)" ] || $(VENV)-light/bin/python -m pytest -n $(WORKERS) --maxprocesses 8 $(ARGS) $(LIGHT_TESTS)
+	[ -n "$(ONLY_MAKE)" ] || $(VENV)-light/bin/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS) $(LIGHT_TESTS)
 
 # vLLM, in environments of its own: the first version's engine runs on a CPU, of the others the tiering manager.
 VLLM := 0.32.0
