@@ -185,8 +185,9 @@ class MemoryStore(BlockStore):
                 if not self._readonly:
                     shelf.remove(address)
                 return GetOutcome.CORRUPT
-            shelf.entries.move_to_end(address)
-            entry.used(hits=1)
+            if not self._readonly:  # who only looks makes nothing younger
+                shelf.entries.move_to_end(address)
+                entry.used(hits=1)
         np.copyto(into, as_bytes(entry.data))
         return GetOutcome.HIT
 

@@ -20,13 +20,23 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         return f"memory://{name}"
     if request.param != "s3":
         return f"{request.param}://{tmp_path}/{name}"
+    return _in_a_bucket(request, monkeypatch)
+
+
+@pytest.fixture
+def s3_tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a tier in a bucket that is empty."""
+    return _in_a_bucket(request, monkeypatch)
+
+
+def _in_a_bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     pytest.importorskip("obstore", reason="pip install obstore")
     server = request.getfixturevalue("s3_server")
     for variable in [variable for variable in os.environ if variable.startswith("AWS_")]:
         monkeypatch.delenv(variable)
     for variable, value in server.environment.items():
         monkeypatch.setenv(variable, value)
-    return str(server.url(name))
+    return str(server.url(uuid.uuid4().hex))
 
 
 @pytest.fixture(params=["lmdb", "file"])

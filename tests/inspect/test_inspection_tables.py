@@ -171,6 +171,30 @@ def test_looking_and_reading_leave_every_file_as_it_is(local: str) -> None:
         assert (look.namespace().blocks().hits == 0).all()
 
 
+def test_reading_makes_nothing_younger(tier: str) -> None:
+    with open_store(tier) as store:
+        store_prompt(store)
+        before = {info.key: (info.hits, info.last_used) for info in store.scan(SPACE)}
+        if not tier.startswith("memory"):
+            store.close()
+        with kvstore.inspect.open(tier) as look:
+            assert look.namespace().block(KEYS[1].digest.hex()).bytes()
+            assert {info.key: (info.hits, info.last_used) for info in look.store.scan(SPACE)} == before
+        if tier.startswith("memory"):
+            assert {info.key: (info.hits, info.last_used) for info in store.scan(SPACE)} == before
+
+
+def test_a_buckets_blocks_are_counted_from_its_listing(s3_tier: str) -> None:
+    with looking(s3_tier, SPACE) as look:
+        before: dict[str, int] = look.store.requests()  # type: ignore[attr-defined]
+        assert look.namespaces().blocks.iloc[0] == 10
+        assert look._repr_html_()
+        after: dict[str, int] = look.store.requests()  # type: ignore[attr-defined]
+        assert after["GET"] == before["GET"]
+        assert len(look.namespace().blocks()) == 10
+        assert look.store.requests()["GET"] == after["GET"] + 10  # type: ignore[attr-defined]
+
+
 def test_a_place_where_nothing_is_is_an_error_and_stays_so(tmp_path: Path) -> None:
     for scheme in ("file", "lmdb"):
         with pytest.raises(StoreNotFoundError, match="nothing"):
