@@ -160,12 +160,15 @@ class Manifest:
                 raise ValueError("its digest is another one")
             if facts["format"] > FORMAT_VERSION:
                 raise NewerFormatError(f"{place} is an archive of format {facts['format']}: upgrade kvstore-tiers")
+            namespace = Namespace.from_manifest(facts["namespace"])
+            segments = tuple(
+                Segment(one["blocks"], one["blocks_per_shard"], one["start"], bytes.fromhex(one["parent"]))
+                for one in facts["groups"]
+            )
+            _check(facts, namespace, segments)
             return cls(
-                namespace=Namespace.from_manifest(facts["namespace"]),
-                segments=tuple(
-                    Segment(one["blocks"], one["blocks_per_shard"], one["start"], bytes.fromhex(one["parent"]))
-                    for one in facts["groups"]
-                ),
+                namespace=namespace,
+                segments=segments,
                 compression=Compression.parse(facts["compression"]),
                 plan=bytes.fromhex(facts["plan"]),
                 label=facts["label"],
@@ -194,6 +197,16 @@ def plan_of(
     for key in keys:
         digest.update(key.group.to_bytes(2, "big") + key.digest)
     return digest.digest()
+
+
+def _check(facts: Mapping[str, Any], namespace: Namespace, segments: Sequence[Segment]) -> None:
+    """Raise `ValueError` where what a manifest says cannot be, whoever wrote it."""
+    if facts["fingerprint"] != namespace.name or len(segments) != len(namespace.layouts):
+        raise ValueError("it contradicts itself about its namespace")
+    if min(one.blocks for one in segments) < 0 or not any(one.blocks for one in segments):
+        raise ValueError("it has no blocks")
+    if min(one.room for one in segments) < 1 or min(one.start for one in segments) < 0:
+        raise ValueError("it has shards that cannot be")
 
 
 def silent(blocks: int) -> None:

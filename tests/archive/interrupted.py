@@ -1,4 +1,4 @@
-"""A process that makes or restores an archive and is killed on its way: `python interrupted.py TASK KILL_AT FOLDER`.
+"""A process that makes, restores or removes an archive and is killed: `python interrupted.py TASK KILL_AT FOLDER`.
 
 It kills itself (SIGKILL) before the request to the archive (create), or the batch to the tier (restore), that is number
 KILL_AT. Without as many it ends by itself, with exit code 0.
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from archive_helpers import IDS, KEYS, LABEL, SPACE
 
 from kvstore import open_store
-from kvstore.archive import create, packing, restore
+from kvstore.archive import create, packing, remove, restore
 from kvstore.archive.local import LocalClient
 
 
@@ -44,10 +44,13 @@ def main(task: str, kill_at: int, folder: str) -> None:
         return inner
 
     url = f"file://{folder}/archives/one"
-    if task == "create":
+    if task in ("create", "remove"):
         client: Any = LocalClient
         client._put, client._delete = counted(client._put), counted(client._delete)
         client._write = counted(client._write, after=True)  # a draft that has no name yet
+        if task == "remove":
+            remove(url)
+            return
         with open_store(f"file://{folder}/source?readonly=true") as store:
             create(url, store, SPACE, KEYS, label=LABEL, tokens=IDS)
     else:

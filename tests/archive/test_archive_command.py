@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from archive_helpers import BLOCKS, IDS, KEYS, LABEL, SPACE, STEP, fill, filled, held
 
-from kvstore import open_store
+from kvstore import PutOutcome, open_store
 from kvstore.cli import EXIT_FULL, EXIT_NOT_INTACT, EXIT_OK, EXIT_USAGE, run
+from kvstore.testing.faults import FaultyStore, lying
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -114,7 +115,7 @@ def test_a_kept_archive_is_not_removed_without_force(tmp_path: Path, capsys: pyt
     machine(capsys, "archive", "rm", url, "--force")
 
 
-def test_damage_is_exit_code_1_and_want_of_room_4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from kvstore.archive.document import MANIFEST_NAME
 
     tier, root = filled(tmp_path / "source"), f"file://{tmp_path}/archives"
@@ -130,4 +131,17 @@ def test_damage_is_exit_code_1_and_want_of_room_4(tmp_path: Path, capsys: pytest
     assert (back["corrupt"], back["restored"], back["complete"]) == (1, BLOCKS - 1, False)
     (folder / MANIFEST_NAME).write_text("{}")
     assert list(machine(capsys, "archive", "list", root, code=EXIT_NOT_INTACT)["damaged"]) == [f"{root}/one"]
-    assert EXIT_FULL == 4
+
+
+def test_a_tier_without_room_is_exit_code_4(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvstore.cli import archive
+
+    tier, url = filled(tmp_path / "source"), f"file://{tmp_path}/archives/one"
+    machine(capsys, "archive", "create", url, "--from", tier, "--label", LABEL)
+    full = FaultyStore(open_store("memory://archive-full"))
+    full.plan["put"] = lying(PutOutcome.FULL)
+    monkeypatch.setattr(archive, "open_store", lambda _: full)
+    back = machine(capsys, "archive", "restore", url, "--to", "memory://archive-full", code=EXIT_FULL)
+    assert (back["full"], back["refused"], back["complete"]) == (True, BLOCKS, False)

@@ -66,3 +66,18 @@ def test_a_killed_restore_leaves_whole_blocks_and_is_gone_on_with(tmp_path: Path
         report = restore(f"file://{tmp_path}/archives/one", store)
         assert (report.there, report.complete, report.labelled) == (sum(there), True, BLOCKS)
         assert facts(store, SPACE) == expected
+
+
+@pytest.mark.parametrize("at", [2, 3, 4, 9])
+def test_a_killed_removal_leaves_no_archive_and_is_gone_on_with(tmp_path: Path, at: int) -> None:
+    url, root = f"file://{tmp_path}/archives/one", tmp_path / "archives" / "one"
+    with open_store(filled(tmp_path / "source")) as source:
+        create(url, source, SPACE, KEYS)
+        assert killed("remove", at, tmp_path)
+        assert (root / MANIFEST_NAME).exists() == (at == 2)
+        if at % 2:
+            create(url, source, SPACE, KEYS)
+            with open_archive(url) as archive:
+                assert archive.verify().ok
+    remove(url)
+    assert not root.exists()

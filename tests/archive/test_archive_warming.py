@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,8 +19,6 @@ from kvstore.testing.faults import FaultyStore
 from kvstore.tiering import SecondaryTier, TieringManager
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from kvstore.testing.faults import Hanging
 
 
@@ -82,3 +83,21 @@ def test_words_that_are_no_urls_are_errors_at_once_and_open_nothing(tmp_path: Pa
     with pytest.raises(ConfigurationError, match="first tier"):
         TieringManager(SPACE, [tier], primary_slots=4, archives=[f"file://{tmp_path}/one"])
     tier.close(1.0)
+
+
+def test_a_process_ends_although_its_warming_hangs(tmp_path: Path) -> None:
+    code = f"""
+from archive_helpers import SPACE
+from kvstore import open_store
+from kvstore.archive import Warming
+from kvstore.testing.faults import FaultyStore, Hanging
+store, hanging = FaultyStore(open_store("memory://hangs")), Hanging()
+store.plan["put"] = hanging
+warming = Warming(store, SPACE, [{archived(tmp_path)!r}])
+while not hanging.waiting:
+    assert not warming.wait(0.01)
+print("over")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False,
+                          cwd=Path(__file__).parent)  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "over\n"), done.stderr

@@ -11,7 +11,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from archive_helpers import BLOCKS, HYBRID, IDS, KEYS, LABEL, OPAQUE, SPACE, STEP, facts, fill, filled, held, values
+from archive_helpers import (
+    BLOCKS,
+    HYBRID,
+    IDS,
+    KEYS,
+    LABEL,
+    OPAQUE,
+    SPACE,
+    STEP,
+    facts,
+    fill,
+    filled,
+    held,
+    prefix,
+    values,
+)
 
 from kvstore import BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, open_store
 from kvstore.archive import (
@@ -82,6 +97,9 @@ class TestThereAndBack:
             report = restore(url, store)
             assert (report.restored, report.there, report.complete) == (1, BLOCKS - 1, True)
             assert all(held(store, SPACE, KEYS))
+            for shard in Path(tmp_path, "archives", "one").glob("g0/c/*/*/*/*/*"):
+                shard.unlink()  # nothing is read of what nobody wants
+            assert restore(url, store).complete
 
     def test_a_block_at_a_time_is_read_and_another_is_a_miss(self, tmp_path: Path) -> None:
         url, _ = archived(tmp_path)
@@ -157,17 +175,24 @@ class TestAtomic:
             assert archive.verify().ok
 
     @pytest.mark.usefixtures("small_shards")
-    def test_shards_of_another_plan_are_made_anew(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("other", ["fewer blocks", "another codec", "another prefix"])
+    def test_shards_of_another_plan_are_made_anew(self, tmp_path: Path, other: str) -> None:
         url, _ = archived(tmp_path, compression="zstd")
         root = tmp_path / "archives" / "one"
         (root / MANIFEST_NAME).unlink()
         (root / DRAFT_NAME).write_text("{}")
+        keys = keys_of_tokens(SPACE, IDS[::-1]) if other == "another prefix" else KEYS
+        keys = keys[:4] if other == "fewer blocks" else keys
         with open_store(f"file://{tmp_path}/source") as store:
-            create(url, store, SPACE, KEYS[:4])
-        with open_archive(url) as archive:
-            assert archive.keys == KEYS[:4]
+            store.put_many(SPACE, prefix(SPACE, keys))
+            create(url, store, SPACE, keys, compression=None if other == "another codec" else "zstd")
+        with open_archive(url) as archive, open_store("memory://another-plan") as target:
+            assert archive.keys == keys
             assert archive.verify().ok
-        assert len(list(root.glob("g0/c/*/*/*/*/*"))) == 2
+            assert restore(url, target).complete
+            assert all(held(target, SPACE, keys))
+            target.delete_many(SPACE, keys)
+        assert len(list(root.glob("g0/c/*/*/*/*/*"))) == -(-len(keys) // 3)
 
     def test_the_same_again_is_left_as_it_is_and_another_is_refused(self, tmp_path: Path) -> None:
         url, info = archived(tmp_path)
@@ -243,6 +268,21 @@ class TestDamage:
             report = restore(url, store)
             assert (report.restored, report.corrupt, report.complete) == (BLOCKS - 6, 6, False)
             assert held(store, SPACE, KEYS) == [False] * 6 + [True]
+
+    @pytest.mark.usefixtures("small_shards")
+    def test_a_shard_of_another_archive_of_the_same_keys_is_found_and_not_restored(self, tmp_path: Path) -> None:
+        url, _ = archived(tmp_path)
+        with open_store("memory://archive-other-bits") as store:  # KV is not reproducible bit by bit
+            blocks = [BlockWrite(key, bytes(SPACE.block_bytes()), at) for at, key in enumerate(KEYS)]
+            store.put_many(SPACE, blocks)
+            create(f"file://{tmp_path}/archives/other", store, SPACE, KEYS)
+        name = "g0/c/0/0/1/0/0"
+        shutil.copy(tmp_path / "archives" / "other" / name, tmp_path / "archives" / "one" / name)
+        with open_archive(url) as archive:
+            assert archive.verify().corrupt == tuple(KEYS[3:6])
+        with open_store("memory://archive-mixed") as store:
+            assert restore(url, store).corrupt == 3
+            assert held(store, SPACE, KEYS) == [True] * 3 + [False] * 3 + [True]
 
     @pytest.mark.usefixtures("small_shards")
     @pytest.mark.parametrize("compression", ["none", "zstd"])
