@@ -108,7 +108,7 @@ def test_ls_draws_prefixes_as_trees(stored: str, capsys: pytest.CaptureFixture[s
     assert len(lines) == 5
     assert "12 blocks" in lines[0]
     assert "[hand[red]book]" in lines[1]
-    assert lines[3].index("──") > lines[2].index("──") > lines[1].index("──")
+    assert lines[4].index("──") == lines[3].index("──") > lines[2].index("──") > lines[1].index("──")
 
 
 def test_ls_stops_a_tree_at_the_limit(stored: str, capsys: pytest.CaptureFixture[str]) -> None:
