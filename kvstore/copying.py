@@ -155,11 +155,10 @@ def copy(
                 settle()
             if report.full:
                 break
+        if report.full:
+            pending = deque(one for one in pending if not one[1].cancel())
         while pending:
-            if report.full and pending[0][1].cancel():
-                pending.popleft()
-            else:
-                settle()
+            settle()
     report.seconds = time.monotonic() - started
     return report
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -204,13 +205,13 @@ def test_pins_that_the_target_refuses_and_marks_that_it_cannot_keep_are_counted(
 
 
 def test_no_more_is_read_ahead_than_the_threads_can_hold() -> None:
-    space = Namespace("many", "1", (BlockLayout.opaque(4096),), block_tokens=1)
+    space = Namespace("many", "1", (BlockLayout.opaque(5000),), block_tokens=1)
     held: set[int] = set()
     most = threads_seen = 0
     lock = threading.Lock()
     with open_store("memory://source") as inner, open_store("memory://target") as target:
-        inner.put_many(space, [BlockWrite(key, bytes(4096)) for key in block_keys(range(300), 1)])
-        small_batches(inner, 4 * 4096)
+        inner.put_many(space, [BlockWrite(key, bytes(5000)) for key in block_keys(range(300), 1)])
+        small_batches(inner, 4 * 5000)
         with FaultyStore(inner) as source:
             listed = 0
 
@@ -233,6 +234,23 @@ def test_no_more_is_read_ahead_than_the_threads_can_hold() -> None:
     assert len(held) <= 3 * 4
     assert all(address % 4096 == 0 for address in held)
     assert most <= (2 * 3 + 2 + 3) * 4
+
+
+def test_what_has_not_begun_when_the_target_is_full_never_does(source: BlockStore) -> None:
+    told = threading.Event()
+    with FaultyStore(open_store("memory://target")) as target:
+        small_batches(target, BLOCK)
+
+        def put(call: Call) -> list[PutOutcome]:
+            if len([verb for verb, _ in target.calls if verb == "put"]) > 1:  # the copy is told of the first before
+                told.wait(20)
+                time.sleep(0.05)
+            return [PutOutcome.FULL] * len(call.keys)
+
+        target.plan["put"] = put
+        report = copy(source, target, threads=1, advance=lambda _: told.set())
+        assert report.full
+        assert len([verb for verb, _ in target.calls if verb == "put"]) == 2
 
 
 def test_an_error_of_a_store_ends_the_copy_and_starts_nothing_more(source: BlockStore) -> None:
