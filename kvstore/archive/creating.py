@@ -87,7 +87,7 @@ def create(
         there = _standing(client, place)
         if there is not None:
             if not overwrite and _is_same(there, work.manifest):
-                return there.info(str(place))
+                return there.info(str(place), place.name)
             if not overwrite:
                 raise ArchiveExistsError(
                     f"{place}: an archive stands there, of other blocks or made otherwise: choose another name, remove"
@@ -220,7 +220,7 @@ class _Creation:
         manifest = replace(self._work.manifest, objects=self._objects)
         self._publish(manifest.dump())
         sweep(self._client, keep={MANIFEST_NAME, *self._objects})
-        return manifest.info(str(self._place))
+        return manifest.info(str(self._place), self._place.name)
 
     # Shards
 

@@ -105,11 +105,11 @@ class Manifest:
         first = next(segment for segment in self.segments if segment.blocks)
         return (first.start + first.blocks) * self.namespace.block_tokens
 
-    def info(self, url: str) -> ArchiveInfo:
+    def info(self, url: str, name: str) -> ArchiveInfo:
         """For callers; `url` is fit to be shown."""
         return ArchiveInfo(
             url=url,
-            name=url.partition("?")[0].rstrip("/").rpartition("/")[2],
+            name=name,
             label=self.label,
             namespace=self.namespace,
             blocks=self.blocks,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvstore.archive.local import LocalClient
-from kvstore.errors import TierUnavailable, UnknownSchemeError
+from kvstore.errors import InvalidURLError, TierUnavailable, UnknownSchemeError
 from kvstore.url import DURABILITY, MODE, READONLY, TierURL
 from kvstore_zarr.objects.faults import RequestFailed
 from kvstore_zarr.objects.opening import connect
@@ -45,6 +45,10 @@ class ArchivePlace:
             raise UnknownSchemeError(
                 f"{parsed}: an archive is a folder of files or objects: file://, s3://, gs://, az://, sftp://, …"
             )
+        if name is not None and (not name or "/" in name or name.startswith(".")):
+            raise InvalidURLError(
+                f"{parsed}: {name!r} is no name for an archive: one part of a path, without a dot first"
+            )
         location = parsed.location.rstrip("/") + (f"/{name}" if name else "")
         known = _LOCAL_OPTIONS if parsed.scheme == "file" else _REMOTE_OPTIONS
         checked = replace(parsed, location=location).validated(known)
@@ -54,6 +58,11 @@ class ArchivePlace:
 
     def __str__(self) -> str:
         return str(self.url)
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.url.location.rpartition("/")[2]
 
     def child(self, name: str) -> ArchivePlace:
         """The folder `name` in it."""

@@ -75,7 +75,7 @@ def catalogue(url: str | Mapping[str, Any] | TierURL, *, damaged: Damaged | None
         if data is None:
             continue
         try:
-            found.append(Manifest.parse(bytes(data), str(one)).info(str(one)))
+            found.append(Manifest.parse(bytes(data), str(one)).info(str(one), one.name))
         except KVStoreError as error:
             if damaged is None:
                 raise
@@ -128,7 +128,7 @@ class Archive:
     """Shards that stay in memory for who reads block by block."""
 
     def __init__(self, place: ArchivePlace, client: ObjectClient, manifest: Manifest) -> None:
-        self.info = manifest.info(str(place))
+        self.info = manifest.info(str(place), place.name)
         self.namespace: Namespace = manifest.namespace
         self.manifest = manifest
         self._place, self._client = place, client

@@ -44,7 +44,7 @@ from kvstore.archive import (
 )
 from kvstore.archive.document import DRAFT_NAME, MANIFEST_NAME
 from kvstore.deriving import keys_of_tokens
-from kvstore.errors import InvalidOptionError, StoreFullError, UnknownSchemeError
+from kvstore.errors import InvalidOptionError, InvalidURLError, StoreFullError, UnknownSchemeError
 
 if TYPE_CHECKING:
     from typing import Any
@@ -364,6 +364,18 @@ class TestWords:
             with pytest.raises(SelectionError, match="nothing"):
                 create(f"file://{tmp_path}/x", store, SPACE, [])
         assert not (tmp_path / "x").exists()
+
+    def test_a_name_may_have_blanks_and_is_one_part_of_a_path(self, tmp_path: Path) -> None:
+        root = f"file://{tmp_path}/archives"
+        with open_store(filled(tmp_path / "source")) as store:
+            info = create(root, store, SPACE, KEYS, name="hand book?")
+            assert (info.name, info.url) == ("hand book?", f"{root}/hand%20book%3F")
+            assert catalogue(root) == [info]
+            with open_archive(info.url) as archive:
+                assert archive.info == info
+            for name in ("", "a/b", "..", ".hidden"):
+                with pytest.raises(InvalidURLError, match="no name"):
+                    create(root, store, SPACE, KEYS, name=name)
 
     def test_it_says_which_tier_it_was_taken_from(self, tmp_path: Path) -> None:
         _, info = archived(tmp_path)
