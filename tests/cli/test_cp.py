@@ -20,6 +20,8 @@ from kvstore.cli import EXIT_FULL, EXIT_NOT_INTACT, EXIT_OK, EXIT_USAGE, run
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kvstore.testing.servers import S3Server
+
 
 @pytest.mark.parametrize("kind", ["file", "lmdb"])
 def test_a_tier_of_any_backend_is_copied_to_one_of_any_other(
@@ -54,6 +56,25 @@ def test_a_tier_of_any_backend_is_copied_to_one_of_any_other(
     assert (told["copied"], told["already_there"], told["bytes"]) == (0, 12, 0)
     back = machine(capsys, "cp", target, f"memory://{tmp_path.name}")
     assert back["copied"] == 12
+
+
+def test_a_bucket_is_filled_and_read_and_what_it_cannot_keep_is_said(
+    s3_server: S3Server, shipped: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    with kvstore.open_store(shipped) as store:
+        store.mark_many(LARGE, KEYS[:1], Mark("handbook"))
+    bucket = s3_server.url(f"cp/{tmp_path.name}")
+    told = machine(capsys, "cp", shipped, bucket, "--dry-run")
+    assert (told["copied"], told["already_there"]) == (2, 0)
+    assert run(["cp", shipped, bucket, "--json"]) == EXIT_OK
+    out, said = capsys.readouterr()
+    assert (json.loads(out)["copied"], json.loads(out)["marks_lost"]) == (2, 1)
+    assert said == f"note: 1 labels and pins were not kept by {bucket}\n"
+    assert machine(capsys, "cp", bucket, f"lmdb://{tmp_path}/back")["copied"] == 2
+    assert machine(capsys, "verify", f"lmdb://{tmp_path}/back")["intact"] == 2
 
 
 def test_people_are_told_the_same(tier: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
