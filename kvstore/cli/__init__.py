@@ -48,13 +48,13 @@ COMMANDS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "Move": {
         "cp": ("kvstore.cli.cp:cp", "Copy the blocks of one tier into another, checked on the way."),
-    },
-    "Keep": {
         "archive": (
             "kvstore.cli.archive:archive",
             "Named copies of shared prefixes: make, list, check, restore, remove.",
         ),
         "warm": ("kvstore.cli.warm:warm", "Restore archives into a tier before its engines ask for them."),
+    },
+    "Keep": {
         "gc": ("kvstore.cli.gc:gc", "What is too old, too much or left over in a tier, and its removal."),
         "pin": ("kvstore.cli.pin:pin", "Blocks that are to stay: neither evicted nor expiring."),
         "unpin": ("kvstore.cli.pin:unpin", "Take pins back."),

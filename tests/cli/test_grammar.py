@@ -31,6 +31,12 @@ def command_of(name: str) -> click.Command:
     return command
 
 
+def parts() -> list[str]:
+    """Commands within commands, each behind the name of the outer one."""
+    groups = [(name, group) for name in NAMES if isinstance(group := command_of(name), click.Group)]
+    return [f"{name} {inner}" for name, group in groups for inner in group.commands]
+
+
 def examples(shown: str) -> list[list[str]]:
     """The command lines below `Example:` or `Examples:` in a help text, as words behind `kvstore`."""
     block = re.search(r"Examples?:\n((?:[ ]+\S.*\n?)+)", shown)
@@ -48,22 +54,33 @@ def test_every_command_stands_under_a_purpose_in_the_help(capsys: pytest.Capture
     assert len(NAMES) == len(set(NAMES))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_command_has_a_line_an_example_and_json(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    summary = SUMMARIES[name]
-    assert re.fullmatch(r"[A-Z].{10,74}\.", summary)
-    command = command_of(name)
-    assert command.name == name
-    assert run([name, "--help"]) == EXIT_OK
+@pytest.mark.parametrize("name", [*NAMES, *parts()])
+def test_every_command_has_an_example_json_and_says_what_its_options_are(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outer, *inner = name.split()
+    command = command_of(outer)
+    for word in inner:
+        assert isinstance(command, click.Group)
+        command = command.commands[word]
+    assert command.name == name.split()[-1]
+    assert run([*name.split(), "--help"]) == EXIT_OK
     shown = capsys.readouterr().out
     assert shown.startswith(f"Usage: kvstore {name} ")
     for words in examples(shown):
-        assert words[0] == name
-        command.make_context(name, words[1:], resilient_parsing=False)
-    flags = {flag for one in command.params if isinstance(one, click.Option) for flag in one.opts}
-    assert {"--json"} <= flags
-    undescribed = [one.opts for one in command.params if isinstance(one, click.Option) and not one.help]
-    assert undescribed == []
+        assert words[: len(inner) + 1] == name.split()
+        for file in (word for word in words if re.fullmatch(r"\w+\.\w+", word)):
+            (tmp_path / file).touch()  # which an option would open
+        command.make_context(name, words[len(inner) + 1 :])
+    options = [one for one in command.params if isinstance(one, click.Option)]
+    assert "--json" in {flag for one in options for flag in one.opts}
+    assert [one.opts for one in options if not one.help] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_has_one_line_in_the_help_of_all(name: str) -> None:
+    assert re.fullmatch(r"[A-Z].{10,74}\.", SUMMARIES[name])
 
 
 @pytest.mark.parametrize("name", NAMES)
