@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvstore.archive.local import LocalClient
-from kvstore.errors import InvalidURLError, TierUnavailable, UnknownSchemeError
+from kvstore.errors import InvalidURLError, StoreAccessError, TierUnavailable, UnknownSchemeError
 from kvstore.url import DURABILITY, MODE, READONLY, TierURL
 from kvstore_zarr.objects.faults import RequestFailed
 from kvstore_zarr.objects.opening import connect
@@ -83,6 +83,8 @@ class ArchivePlace:
 
     def connected(self, *, writes: bool = False) -> ObjectClient:
         """A client that the caller closes. Without `writes` no folder is made where there is none."""
+        if writes and self.url.scheme.rpartition("::")[2] in ("http", "https"):
+            raise StoreAccessError(f"{self.url}: a web server's files are only read: make archives elsewhere")
         url = replace(self.url, values={**self.url.values, READONLY.name: not writes})
         return LocalClient(url) if url.scheme == "file" else connect(url)
 

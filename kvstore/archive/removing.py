@@ -40,6 +40,7 @@ def remove(archive_url: str | Mapping[str, Any] | TierURL, *, force: bool = Fals
                 check_not_held(Manifest.parse(bytes(data), str(place)), str(place))
             except ArchiveDamagedError as error:
                 raise ArchiveDamagedError(f"{error}; whether it was to be kept cannot be told (force)") from None
+    with place.client(writes=True) as client:
         sweep(client, keep=())
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
 import pytest
@@ -83,3 +86,30 @@ def test_on_another_file_system_of_fsspec(tmp_path: Path) -> None:
         assert restore(url, target).complete
         assert all(held(target, SPACE, KEYS))
     remove(url)
+
+
+def test_a_web_servers_copy_is_listed_read_and_restored_and_not_written(tmp_path: Path) -> None:
+    with open_store("memory://web-archive") as store:
+        fill(store)
+        create(f"file://{tmp_path}/archives/one", store, SPACE, KEYS)
+    serves = partial(Quiet, directory=str(tmp_path / "archives"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), serves) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert [info.name for info in catalogue(url)] == ["one"]
+        with open_store("memory://web-archive-target") as target:
+            assert restore(f"{url}/one", target).complete
+            with pytest.raises(StoreAccessError, match="only read"):
+                create(f"{url}/two", target, SPACE, KEYS)
+        with pytest.raises(StoreAccessError, match="only read"):
+            remove(f"{url}/one")
+        with pytest.raises(NoArchiveError):
+            open_archive(f"{url}/two")
+        server.shutdown()
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """It says nothing of what it is asked."""
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - as it is called there
+        """Nothing."""

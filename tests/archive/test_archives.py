@@ -343,6 +343,7 @@ class TestKeeping:
         remove(url, force=True)
         with pytest.raises(NoArchiveError):
             remove(url)
+        assert not (tmp_path / "archives" / "one").exists()
 
     def test_one_whose_time_has_come_is(self, tmp_path: Path) -> None:
         url, _ = archived(tmp_path, keep_until=time.time() - 1)
