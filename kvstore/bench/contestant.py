@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from kvstore.types import BlockKey
 
 __all__ = ["Contestant"]
@@ -50,6 +53,11 @@ class Contestant(ABC):
     @abstractmethod
     def close(self) -> None:
         """Remove whatever is left of this contestant's own; the second call does nothing."""
+
+    def lend(self, memory: NDArray[np.uint8]) -> None:  # noqa: B027 - optional
+        """Every buffer that it will be given is (the beginning of) a row of `memory`: blocks by bytes, whole pages.
+        Called once, before everything else; not timed.
+        """
 
     def cool(self) -> None:  # noqa: B027 - optional
         """Let go of whatever would keep blocks in memory, before the page cache is dropped. Not timed."""

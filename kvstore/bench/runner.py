@@ -87,7 +87,10 @@ def race(
     """
     laps: dict[tuple[str, str], list[_Lap]] = {}
     notes: set[str] = set()
-    source, targets = _Source(load), _Targets(load)
+    memory = _memory(load)
+    source, targets = _Source(load, memory), _Targets(load, memory)
+    for contestant in contestants:
+        contestant.lend(memory)
     with _pool(load.threads) as pool:
         for _ in range(load.rounds):
             source.refill()
@@ -153,20 +156,25 @@ def _figure(
     )
 
 
-def _aligned(blocks: int, block_bytes: int) -> list[memoryview]:
-    """Page-aligned blocks in one piece of memory, every page of it touched."""
-    stride = -(-block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, blocks * stride), np.uint8)
+def _sources(load: Workload) -> int:
+    return min(load.blocks, max(1, _SOURCE_BYTES // load.block_bytes))
+
+
+def _memory(load: Workload) -> NDArray[np.uint8]:
+    """Page-aligned blocks in one piece of memory, every page of it touched: first what is stored, then targets."""
+    stride = -(-load.block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    rows = _sources(load) + load.threads * load.batch
+    memory: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, rows * stride), np.uint8).reshape(rows, stride)
     memory.fill(1)
-    return [memory[index * stride : index * stride + block_bytes].data for index in range(blocks)]
+    return memory
 
 
 class _Source:
     """What is stored: random bytes, other ones in each round; more blocks than fit repeat them under other keys."""
 
-    def __init__(self, load: Workload) -> None:
+    def __init__(self, load: Workload, memory: NDArray[np.uint8]) -> None:
         self._random = np.random.default_rng()
-        self._blocks = _aligned(min(load.blocks, max(1, _SOURCE_BYTES // load.block_bytes)), load.block_bytes)
+        self._blocks: list[memoryview] = [row[: load.block_bytes].data for row in memory[: _sources(load)]]
 
     def refill(self) -> None:
         for block in self._blocks:
@@ -180,9 +188,10 @@ class _Source:
 class _Targets:
     """What is loaded into: a batch of blocks for each thread, handed to it at its first load."""
 
-    def __init__(self, load: Workload) -> None:
+    def __init__(self, load: Workload, memory: NDArray[np.uint8]) -> None:
+        blocks: list[memoryview] = [row[: load.block_bytes].data for row in memory[_sources(load) :]]
         self._free: Iterator[list[memoryview]] = iter(
-            [_aligned(load.batch, load.block_bytes) for _ in range(load.threads)]
+            [blocks[start : start + load.batch] for start in range(0, len(blocks), load.batch)]
         )
         self._taking = threading.Lock()
         self._own = threading.local()

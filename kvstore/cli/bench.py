@@ -1,4 +1,4 @@
-"""`kvstore bench URL --against raw|client`: a tier and the bare device, or bare clients, in turns, in one run."""
+"""`kvstore bench URL --against …`: a tier and the bare device, vLLM's own tier, bare clients, in turns, in one run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvstore.bench import BareObstore, BareS3fs, Contestant, Figure, RawFiles, TierUnderTest, Workload, race
+from kvstore.bench import (
+    BareObstore,
+    BareS3fs,
+    ChecksumAlone,
+    Contestant,
+    Figure,
+    RawFiles,
+    TierUnderTest,
+    VllmFs,
+    Workload,
+    race,
+)
 from kvstore.cli._common import emit_json, json_option, open_to_inspect, print_table, progress
 from kvstore.errors import CapacityMismatchError
 from kvstore.interrupts import uninterrupted
@@ -21,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["bench"]
 
-_AGAINST = ("raw", "client")
+_AGAINST = ("raw", "vllm-fs", "crc", "client")
 
 
 def _bytes(_: click.Context, __: click.Parameter, given: str | tuple[str, ...]) -> int | tuple[int, ...]:
@@ -39,9 +50,11 @@ def _bytes(_: click.Context, __: click.Parameter, given: str | tuple[str, ...]) 
 @click.option(
     "--against",
     type=click.Choice(_AGAINST),
-    default="raw",
+    multiple=True,
+    default=["raw"],
     show_default=True,
-    help="What to compare the tier with: the bare device, or bare obstore and s3fs.",
+    help="What to compare the tier with: the bare device, vLLM's own fs tier, the checksum alone, or bare obstore and"
+    " s3fs. Repeatable; ratios refer to the first.",
 )
 @click.option(
     "--block-bytes", callback=_bytes, multiple=True, default=["2MiB"], show_default=True, help="Block size; repeatable."
@@ -58,7 +71,7 @@ def _bytes(_: click.Context, __: click.Parameter, given: str | tuple[str, ...]) 
 @json_option
 def bench(
     url: str,
-    against: str,
+    against: tuple[str, ...],
     block_bytes: tuple[int, ...],
     total: int,
     threads: int,
@@ -71,21 +84,24 @@ def bench(
 
     The tier is driven through its contract, checks on: calls of the size it asks for, from --threads threads. The
     contestants take turns, with fresh bytes in each round, the page cache dropped before each step where that is
-    permitted. Speeds are medians with their range in 10^9 bytes a second; ratio is the tier's speed over the other's,
-    round by round. The benchmark writes --total bytes in a namespace of its own and removes them.
+    permitted. Speeds are medians with their range in 10^9 bytes a second; ratio is each one's speed over that of the
+    first --against, round by round. The benchmark writes --total bytes in a namespace of its own and removes them.
     """
     tier = TierURL.parse(url)
     if max(block_bytes) > total:
         raise click.UsageError(f"--block-bytes {max(block_bytes)} is more than --total {total}")
     figures: list[Figure] = []
     notes: list[str] = []
-    contestants = 3 if against == "client" else 2
+    against = tuple(dict.fromkeys(against))
+    contestants = 1 + len(against) + ("client" in against)
     with progress("measuring", len(block_bytes) * rounds * 2 * contestants) as advance, _capacity_explained(tier):
         for nbytes in block_bytes:
             with ExitStack() as stack:
                 with uninterrupted():
                     store = stack.enter_context(TierUnderTest(tier, nbytes, total, own_name))
-                    others = [stack.enter_context(other) for other in _others(tier, against, scratch, nbytes, notes)]
+                    others: list[Contestant] = []
+                    for name in against:
+                        others += map(stack.enter_context, _others(tier, name, scratch, nbytes, notes))
                 load = Workload.of(
                     block_bytes=nbytes, total=total, threads=threads, batch_bytes=store.batch_bytes, rounds=rounds
                 )
@@ -100,17 +116,20 @@ def bench(
 
 
 def _others(tier: TierURL, against: str, scratch: Path | None, block_bytes: int, notes: list[str]) -> list[Contestant]:
-    """What the tier is compared with; ratios refer to the first."""
+    """What `against` stands for."""
     if against == "client":
         return [BareObstore(tier), BareS3fs(tier)]
-    return [RawFiles(scratch or _beside(tier, notes), block_bytes)]
+    if against == "crc":
+        return [ChecksumAlone()]
+    folder = scratch or _beside(tier, notes)
+    return [VllmFs(folder) if against == "vllm-fs" else RawFiles(folder, block_bytes)]
 
 
 def _beside(tier: TierURL, notes: list[str]) -> Path:
     """A folder on the file system of the tier: beside it, or in it where it is a mount of its own."""
     path = Path(tier.location)
     if not path.is_absolute():
-        notes.append(f"raw: {tier.scheme}:// has no folder, the raw files are in {tempfile.gettempdir()}")
+        notes.append(f"{tier.scheme}:// has no folder, files that it is compared with are in {tempfile.gettempdir()}")
         return Path(tempfile.gettempdir())
     same = path.parent.stat().st_dev == path.stat().st_dev
     return path.parent if same or not path.is_dir() else path

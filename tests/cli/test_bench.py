@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import mmap
 import os
 from typing import TYPE_CHECKING
@@ -114,3 +115,21 @@ def test_a_tier_under_test_reports_what_went_wrong_instead_of_a_figure(scheme: s
         kvstore.open_store(url, readonly=True)
     with pytest.raises(ConfigurationError):
         TierUnderTest(TierURL.parse("memory://x?nope=1"), 4096, 1 << 20)
+
+
+def test_several_contestants_take_part_in_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = machine(capsys, "bench", f"file://{tmp_path}/kv", "--against", "crc", "--against", "raw", *QUICK)
+    assert [(figure["op"], figure["contestant"]) for figure in told["results"]] == [
+        (op, contestant) for op in ("store", "load_cold") for contestant in ("kvstore", "crc", "raw")
+    ]
+    assert all(figure["ratio"] == 1 for figure in told["results"] if figure["contestant"] == "crc")
+    assert told["against"] == ["crc", "raw"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_tier_of_vllm_wants_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if importlib.util.find_spec("vllm") is not None:
+        pytest.skip("vLLM is installed here")
+    assert run(["bench", f"file://{tmp_path}/kv", "--against", "vllm-fs", *QUICK]) == EXIT_USAGE
+    assert "pip install vllm" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
