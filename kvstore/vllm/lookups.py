@@ -49,6 +49,13 @@ class Verdicts(dict[bytes, "bool | None"]):
     hits = 0
     held_since: float | None = None
 
+    def keep(self, most: int) -> None:
+        """Of the blocks that are there, the first `most` asked for; the others are misses from now on."""
+        there = [key for key, found in self.items() if found]
+        for key in there[max(0, most) :]:
+            self[key] = False
+        self.hits = min(self.hits, max(0, most))
+
 
 def block_key(key: bytes) -> BlockKey:
     """A block that vLLM names by its digest and, in four bytes, its KV-cache group; in kvstore's terms."""
@@ -122,7 +129,9 @@ class Lookups:
         """Whether a request had better wait with what it was told is there: stores hold rows that it needs.
 
         vLLM finds no row for a block to be promoted, calls it a miss, and computes what would have been there as soon
-        as a store had ended. `held_rows`: as many as stores hold now; `patience`: seconds that it may take.
+        as a store had ended. `held_rows`: as many as stores hold now; `patience`: seconds that it may take. After that
+        it is told of no more blocks than there is room for: each of the others would be promoted into the row of one
+        that it has waited for, for ever.
         """
         verdicts = self._requests[request]
         if held_rows + verdicts.hits <= self._most:
@@ -130,7 +139,10 @@ class Lookups:
         now = time.monotonic()
         if verdicts.held_since is None:
             verdicts.held_since = now
-        return now - verdicts.held_since < patience
+        if now - verdicts.held_since < patience:
+            return True
+        verdicts.keep(self._most - held_rows)
+        return False
 
     def forget(self, request: str) -> None:
         """It has ended. What is being asked for it is answered to nobody."""

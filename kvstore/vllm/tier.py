@@ -134,8 +134,9 @@ class KVStoreTier(SecondaryTierManager):
             return LookupResult.RETRY
         if not found:
             return LookupResult.MISS
-        held = self._lookups.held_back(req_context.req_id, self._jobs.storing, STORE_PATIENCE)
-        return LookupResult.RETRY if held else LookupResult.HIT
+        if self._lookups.held_back(req_context.req_id, self._jobs.storing, STORE_PATIENCE):
+            return LookupResult.RETRY
+        return LookupResult.HIT if self._lookups.find(key, req_context) else LookupResult.MISS
 
     def touch(self, keys: Collection[bytes], req_context: ReqContext) -> None:
         """A use; up to vLLM 0.30 somebody calls this."""
