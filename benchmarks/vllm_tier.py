@@ -184,9 +184,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(json.dumps(row) if given.json else "   ".join(f"{name} {value}" for name, value in row.items()))
         return 0
     results: dict[tuple[str, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for _ in range(given.rounds):
+    tiers = given.tier or ["fs", "file", "lmdb"]
+    for number in range(given.rounds):
         for requests in given.requests or [1, 8]:
-            for tier in given.tier or ["fs", "file", "lmdb"]:
+            for tier in [*tiers[number % len(tiers) :], *tiers[: number % len(tiers)]]:
+                os.sync()  # what the one before it wrote or removed is not its own to wait for
                 folder = Path(tempfile.mkdtemp(prefix="kvstore-bench-", dir=given.folder))
                 try:
                     for name, value in measure(tier, folder, requests).items():
