@@ -403,7 +403,7 @@ class TestFullDisk:
             watcher.join()
             assert outcomes.count(STORED) > 500
             assert worst[0] <= cap
-            assert worst[0] > 0.85 * cap
+            assert worst[0] > 0.8 * cap  # each name of a folder's document counts, and is but one file for the disk
 
 
 def used_on(path: Path) -> int:

@@ -1,0 +1,57 @@
+"""The documents of a group's arrays: one file under many names, where the file system has links."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from typing import TYPE_CHECKING
+
+from local_helpers import HIT, STORED, file_of
+
+from kvstore import open_store
+from kvstore.testing.supply import SPACE, get, writes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+BLOCKS = range(12)
+
+
+def documents(root: Path) -> list[Path]:
+    """Of the arrays that hold the blocks."""
+    return sorted({file_of(root, number).parent / "zarr.json" for number in BLOCKS})
+
+
+def test_each_array_has_its_document_and_all_are_one_file(tmp_path: Path) -> None:
+    with open_store(f"file://{tmp_path}") as store:
+        assert set(store.put_many(SPACE, writes(BLOCKS))) == {STORED}
+    found = documents(tmp_path)
+    assert len(found) > 1
+    assert {path.lstat().st_ino for path in found} == {found[0].lstat().st_ino}
+    assert json.loads(found[0].read_text())["node_type"] == "array"
+
+
+def test_where_there_are_no_links_each_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", refused)
+    with open_store(f"file://{tmp_path}") as store:
+        assert set(store.put_many(SPACE, writes(BLOCKS))) == {STORED}
+        assert get(store, BLOCKS) == [HIT] * len(BLOCKS)
+    found = documents(tmp_path)
+    assert len({path.lstat().st_ino for path in found}) == len(found)
+    assert len({path.read_text() for path in found}) == 1
+
+
+def test_a_document_that_went_behind_the_tiers_back_is_linked_from_no_more(tmp_path: Path) -> None:
+    with open_store(f"file://{tmp_path}") as store:
+        store.put_many(SPACE, writes([0]))
+        gone = file_of(tmp_path, 0).parent / "zarr.json"
+        gone.unlink()
+        assert set(store.put_many(SPACE, writes(BLOCKS[1:]))) == {STORED}
+        assert get(store, BLOCKS) == [HIT] * len(BLOCKS)
+    assert [path for path in documents(tmp_path) if not path.exists()] == [gone]
