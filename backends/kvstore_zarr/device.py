@@ -9,13 +9,13 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import stat
 import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvstore.errors import StoreAccessError
+from kvstore.files import open_file
 from kvstore.presence import permit
 from kvstore_zarr.format import PAGE
 
@@ -30,43 +30,13 @@ if TYPE_CHECKING:
 __all__ = [
     "BOUNCE_BYTES",
     "BlockDevice",
-    "NotAFileError",
     "aligned_empty",
-    "open_file",
     "probe_direct",
     "probe_direct_read",
 ]
 
 BOUNCE_BYTES = 4 << 20
 """The most memory a thread keeps for callers whose buffers are not aligned."""
-
-
-class NotAFileError(OSError):
-    """Under the name of a file stands a directory, a link, a pipe, a device or a socket."""
-
-
-def open_file(path: str, flags: int) -> int:
-    """A descriptor of the regular file `path`, without waiting for anybody: opening a pipe would wait for its writer.
-
-    Raises `NotAFileError` where something else stands, or whatever open(2) says.
-    """
-    try:
-        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR) or _is_something_else(path):
-            raise NotAFileError(error.errno, "no regular file", path) from error
-        raise
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise NotAFileError(errno.EINVAL, "no regular file", path)
-    return fd
-
-
-def _is_something_else(path: str) -> bool:
-    try:
-        return not stat.S_ISREG(os.lstat(path).st_mode)
-    except OSError:
-        return False
 
 
 def aligned_empty(nbytes: int) -> NDArray[np.uint8]:

@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvstore_zarr.device import NotAFileError
+from kvstore.files import NotAFileError
 from kvstore_zarr.removal import inode_of, release
 
 if TYPE_CHECKING:

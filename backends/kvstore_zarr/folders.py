@@ -6,7 +6,7 @@ publishes. The documents of a group's arrays are one file under many names, each
 sums up the tree.
 """
 
-# ruff: noqa: PTH102, PTH104, PTH110, PTH112 - plain strings: a Path costs more than the system call it is made for
+# ruff: noqa: PTH104, PTH110 - plain strings: a Path costs more than the system call it is made for
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import os
 import struct
 from typing import TYPE_CHECKING
 
+from kvstore.files import make_folder
 from kvstore.presence import permit
 from kvstore_zarr.format import PAGE
 from kvstore_zarr.metadata import METADATA_NAME
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from kvstore.types import BlockKey
     from kvstore_zarr.metadata import NamespaceTree
 
-__all__ = ["FOLDERS_DATABASE", "Folders", "make_folder", "occupied"]
+__all__ = ["FOLDERS_DATABASE", "Folders", "occupied"]
 
 FOLDERS_DATABASE = "folders"
 
@@ -47,18 +48,6 @@ def occupied(path: str | Path) -> int:
         return os.lstat(path).st_blocks * 512
     except FileNotFoundError:
         return 0
-
-
-def make_folder(path: str | Path, mode: int) -> None:
-    """Make the directory `path`, unless it is there, with the search bits that go with the file permissions `mode`."""
-    try:
-        os.mkdir(path, 0o700)
-    except FileExistsError:
-        if not os.path.isdir(path):
-            raise
-        if not mode & 0o077:
-            return
-    permit(path, mode | (mode & 0o444) >> 2)  # not left to the umask: the option says who may read
 
 
 class Folders:

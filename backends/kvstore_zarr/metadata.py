@@ -20,10 +20,10 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import NewerFormatError, NotAStoreError, StoreOpenError
+from kvstore.files import open_file
 from kvstore.layout import DTYPES
 from kvstore.namespace import Namespace
 from kvstore.types import BlockKey
-from kvstore_zarr.device import open_file
 from kvstore_zarr.format import FORMAT_VERSION, BlockFrame, DigestWords
 
 if TYPE_CHECKING:

@@ -21,12 +21,13 @@ from kvstore.errors import (
     StoreNotFoundError,
     StoreOpenError,
 )
+from kvstore.files import make_folder
 from kvstore.namespace import FINGERPRINT_BYTES
 from kvstore.presence import Presence, State, explained, mode_of
 from kvstore.retention import Retention
 from kvstore.url import CAPACITY, DURABILITY, IO, MODE, READONLY, TierURL, local_path
 from kvstore_zarr.device import BlockDevice
-from kvstore_zarr.folders import FOLDERS_DATABASE, Folders, make_folder, occupied
+from kvstore_zarr.folders import FOLDERS_DATABASE, Folders, occupied
 from kvstore_zarr.metadata import namespaces_in, read_namespace
 from kvstore_zarr.names import NameLocks
 from kvstore_zarr.put import make_room

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.catalog import Entry, address_of
-from kvstore_zarr.device import NotAFileError, open_file
+from kvstore.files import NotAFileError, open_file
 from kvstore_zarr.metadata import namespaces_in
 from kvstore_zarr.removal import erase
 from kvstore_zarr.tier import DRAFTS

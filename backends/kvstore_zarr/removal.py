@@ -18,7 +18,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from kvstore_zarr.device import NotAFileError, open_file
+from kvstore.files import NotAFileError, open_file
 from kvstore_zarr.metadata import METADATA_NAME
 from kvstore_zarr.tier import DRAFTS, draft_prefix, pack_addresses, unpack_addresses
 

@@ -18,13 +18,13 @@ from kvstore.abc import BlockStore, Capabilities
 from kvstore.catalog import address_of
 from kvstore.errors import StoreAccessError, StoreClosedError, TierUnavailable
 from kvstore.marks import MarkOutcome
+from kvstore.objects.settings import REMOTE
 from kvstore.retention import TTL, TTL_FROM, Allowance
 from kvstore.types import GetOutcome, PutOutcome, Usage
 from kvstore.url import CAPACITY, DURABILITY, IO, MODE, READONLY, Option, TierURL, boolean
 from kvstore_zarr.expiry import take_back, take_out
 from kvstore_zarr.format import PAGE
 from kvstore_zarr.get import get_blocks
-from kvstore_zarr.objects.settings import REMOTE
 from kvstore_zarr.opening import close_tier, open_tier
 from kvstore_zarr.put import put_blocks
 from kvstore_zarr.reindex import reindex

@@ -30,9 +30,9 @@ from kvstore.archive.selecting import Selection, Start
 from kvstore.integrity import crc32c
 from kvstore.layout import as_bytes
 from kvstore.marks import Mark
+from kvstore.objects.faults import Kind, RequestFailed
+from kvstore.objects.side import side_by_side
 from kvstore.types import BlockRead, GetOutcome
-from kvstore_zarr.objects.faults import Kind, RequestFailed
-from kvstore_zarr.objects.side import side_by_side
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
     from kvstore.abc import BlockStore
     from kvstore.namespace import Namespace
+    from kvstore.objects.client import ObjectClient
     from kvstore.types import BlockKey
     from kvstore.url import TierURL
-    from kvstore_zarr.objects.client import ObjectClient
 
 __all__ = ["READERS", "create"]
 

@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from kvstore.archive.packing import PAGE, page_memory
-from kvstore_zarr.device import open_file
-from kvstore_zarr.objects.directory_client import DirectoryClient
+from kvstore.files import open_file
+from kvstore.objects.directory_client import DirectoryClient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """From an archive's URL to a client that reads and writes whole objects there: those of tiers.
 
-The schemes, options, credentials, retries and errors are those of tiers on object stores (`kvstore_zarr.objects`).
+The schemes, options, credentials, retries and errors are those of tiers on object stores (`kvstore.objects`).
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 
 from kvstore.archive.local import LocalClient
 from kvstore.errors import InvalidURLError, StoreAccessError, TierUnavailable, UnknownSchemeError
+from kvstore.objects.faults import RequestFailed
+from kvstore.objects.opening import connect
+from kvstore.objects.settings import LOOKUP_TTL, OPTIONS, TIMEOUT
 from kvstore.url import DURABILITY, MODE, READONLY, TierURL
-from kvstore_zarr.objects.faults import RequestFailed
-from kvstore_zarr.objects.opening import connect
-from kvstore_zarr.objects.settings import LOOKUP_TTL, OPTIONS, TIMEOUT
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
     from typing import Any
 
+    from kvstore.objects.client import ObjectClient
     from kvstore.url import Option
-    from kvstore_zarr.objects.client import ObjectClient
 
 __all__ = ["ArchivePlace"]
 

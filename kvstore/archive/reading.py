@@ -19,8 +19,8 @@ from kvstore.archive.places import ArchivePlace
 from kvstore.errors import KVStoreError
 from kvstore.integrity import crc32c
 from kvstore.layout import as_bytes
+from kvstore.objects.side import side_by_side
 from kvstore.types import BlockKey, GetOutcome
-from kvstore_zarr.objects.side import side_by_side
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.namespace import Namespace
+    from kvstore.objects.client import ObjectClient
     from kvstore.types import BlockRead
     from kvstore.url import TierURL
-    from kvstore_zarr.objects.client import ObjectClient
 
 __all__ = ["Archive", "LoadedShard", "Shard", "Verification", "catalogue", "open_archive"]
 

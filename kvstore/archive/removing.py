@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from typing import Any
 
+    from kvstore.objects.client import ObjectClient
     from kvstore.url import TierURL
-    from kvstore_zarr.objects.client import ObjectClient
 
 __all__ = ["check_not_held", "remove", "sweep"]
 

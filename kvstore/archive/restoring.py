@@ -21,9 +21,9 @@ from kvstore.archive.matching import check_namespace
 from kvstore.archive.reading import Archive, open_archive
 from kvstore.errors import StoreFullError
 from kvstore.marks import Mark, MarkOutcome
+from kvstore.objects.side import side_by_side
 from kvstore.types import BlockWrite, PutOutcome
 from kvstore.url import format_size
-from kvstore_zarr.objects.side import side_by_side
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 from contextlib import closing
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.objects import connect
+from kvstore.objects.settings import STORAGE_OPTIONS
 from kvstore.registry import backend_class
 from kvstore.url import TierURL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvstore_zarr.objects.client import ObjectClient
+    from kvstore.objects.client import ObjectClient
 
 __all__ = ["flip_byte_of_an_object"]
 
@@ -24,12 +25,11 @@ def flip_byte_of_an_object(url: str, payload: bytes) -> int:
 
     As `disk.flip_byte`: the block is found by its content; 0 where the tier is no object store, or lies compressed.
     """
-    objects = importlib.import_module("kvstore_zarr.objects")
     parsed = TierURL.parse(url)
     backend = backend_class(parsed)
-    if not issubclass(backend, objects.ObjectZarrStore):
+    if STORAGE_OPTIONS not in backend.options:
         return 0
-    return _flip_in(objects.connect(parsed.validated(backend.options)), payload)
+    return _flip_in(connect(parsed.validated(backend.options)), payload)
 
 
 def _flip_in(client: ObjectClient, payload: bytes) -> int:

@@ -12,11 +12,11 @@ import pytest
 
 from kvstore import open_store
 from kvstore.errors import TierUnavailable
+from kvstore.objects.faults import Kind, RequestFailed, kind_of_status, readable
+from kvstore.objects.side import side_by_side
 from kvstore.testing.proxy import FaultProxy, slow_down
 from kvstore.testing.supply import SPACE, buffer, content, get, key, write
 from kvstore.types import BlockWrite, GetOutcome
-from kvstore_zarr.objects.faults import Kind, RequestFailed, kind_of_status, readable
-from kvstore_zarr.objects.side import side_by_side
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -12,11 +12,11 @@ import pytest
 
 from kvstore import open_store
 from kvstore.errors import StoreOpenError
+from kvstore.objects.side import side_by_side
 from kvstore.testing.proxy import FaultProxy
 from kvstore.testing.supply import SPACE, get, held, key, keys, write, writes
 from kvstore.types import GetOutcome, PutOutcome
 from kvstore_zarr.metadata import NamespaceTree
-from kvstore_zarr.objects.side import side_by_side
 
 if TYPE_CHECKING:
     from kvstore.testing.servers import S3Server
@@ -153,7 +153,7 @@ def test_a_forked_child_is_refused_and_opens_one_of_its_own_through_fsspec(place
 
 
 def test_a_forked_child_that_insists_on_obstore_is_told_why_not(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvstore_zarr.objects import obstore_client
+    from kvstore.objects import obstore_client
 
     monkeypatch.setattr(obstore_client, "_used_by", 1)  # as in a child of process 1
     with pytest.raises(StoreOpenError, match=r"forked.*spawn.*client=fsspec"):

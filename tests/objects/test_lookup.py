@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvstore import open_store
+from kvstore.objects.client import Listed, ObjectClient
+from kvstore.objects.faults import Kind, RequestFailed
+from kvstore.objects.side import side_by_side
 from kvstore.testing.proxy import FaultProxy
 from kvstore.testing.supply import SPACE, get, key, keys, write, writes
 from kvstore.types import GetOutcome, PutOutcome
 from kvstore_zarr.metadata import NamespaceTree
 from kvstore_zarr.objects import ObjectZarrStore
-from kvstore_zarr.objects.client import Listed, ObjectClient
-from kvstore_zarr.objects.faults import Kind, RequestFailed
 from kvstore_zarr.objects.lookup import Lookup
-from kvstore_zarr.objects.side import side_by_side
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

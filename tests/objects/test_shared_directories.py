@@ -16,10 +16,10 @@ import pytest
 
 from kvstore import open_store
 from kvstore.errors import InvalidOptionError, NotAStoreError, StoreAccessError, UnknownOptionError
+from kvstore.objects.directory_client import DirectoryClient
 from kvstore.testing.supply import SPACE, get, held, key, keys, write, writes
 from kvstore.types import GetOutcome, PutOutcome
 from kvstore_zarr.metadata import NamespaceTree
-from kvstore_zarr.objects.directory_client import DirectoryClient
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +51,7 @@ def refusing(error: int) -> Callable[..., Any]:
 def test_a_network_mount_is_refused_with_the_option_that_it_wants(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("kvstore.lmdb_files", "kvstore_zarr.objects.directory_client"):
+    for module in ("kvstore.lmdb_files", "kvstore.objects.directory_client"):
         monkeypatch.setattr(f"{module}.filesystem_of", lambda _: "nfs4")
     with pytest.raises(StoreAccessError, match=r"is on nfs4.*remote=true"):
         open_store(f"file://{tmp_path}/tier")

@@ -15,18 +15,19 @@ from queue import Empty, Queue
 from typing import TYPE_CHECKING
 
 from kvstore import open_store
+from kvstore.objects import connect
 from kvstore.testing.supply import SPACE, get, held, keys, writes
 from kvstore.types import GetOutcome
 from kvstore.url import TierURL
-from kvstore_zarr.objects import ObjectZarrStore, connect
+from kvstore_zarr.objects import ObjectZarrStore
 from kvstore_zarr.objects.lease import FOLDER, Lease, standing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
+    from kvstore.objects.client import ObjectClient
     from kvstore.testing.clock import MovableClock
     from kvstore.testing.servers import S3Server
-    from kvstore_zarr.objects.client import ObjectClient
 
 SWEEPER = Path(__file__).with_name("sweeper.py")
 

@@ -14,8 +14,8 @@ from kvstore.retention import now_ns
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kvstore.objects.client import Listed
     from kvstore.retention import Retention
-    from kvstore_zarr.objects.client import Listed
 
 __all__ = ["Ages"]
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.objects.faults import Kind, RequestFailed
 from kvstore_zarr.metadata import METADATA_NAME, parse_namespace
-from kvstore_zarr.objects.faults import Kind, RequestFailed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.namespace import Namespace
+    from kvstore.objects.client import ObjectClient
     from kvstore.types import BlockKey
     from kvstore_zarr.metadata import NamespaceTree
-    from kvstore_zarr.objects.client import ObjectClient
 
 __all__ = ["Documents"]
 

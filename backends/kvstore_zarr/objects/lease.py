@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.objects.faults import Kind, RequestFailed
 from kvstore.retention import now_ns
-from kvstore_zarr.objects.faults import Kind, RequestFailed
 
 if TYPE_CHECKING:
-    from kvstore_zarr.objects.client import ObjectClient
+    from kvstore.objects.client import ObjectClient
 
 __all__ = ["FOLDER", "Lease", "Standing", "standing"]
 

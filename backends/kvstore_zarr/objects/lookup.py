@@ -17,16 +17,16 @@ import time
 from bisect import bisect_right
 from typing import TYPE_CHECKING
 
+from kvstore.objects.side import side_by_side
 from kvstore.retention import Retention, steady_s
 from kvstore_zarr.objects.ages import Ages
-from kvstore_zarr.objects.side import side_by_side
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from kvstore.objects.client import Listed, ObjectClient
     from kvstore.types import BlockKey
     from kvstore_zarr.metadata import NamespaceTree
-    from kvstore_zarr.objects.client import Listed, ObjectClient
 
 __all__ = ["Lookup"]
 

@@ -9,17 +9,17 @@ import re
 from typing import TYPE_CHECKING
 
 from kvstore.errors import InvalidOptionError
+from kvstore.objects.settings import SWEEP
 from kvstore.retention import TTL, TTL_FROM, now_ns
 from kvstore.url import CAPACITY
 from kvstore_zarr.metadata import METADATA_NAME, is_namespace_name
-from kvstore_zarr.objects.settings import SWEEP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvstore.objects.client import Listed, ObjectClient
     from kvstore.url import TierURL
     from kvstore_zarr.metadata import NamespaceTree
-    from kvstore_zarr.objects.client import Listed, ObjectClient
 
 __all__ = ["drop", "is_long_empty", "retention_notes", "stale", "wanted_capacity"]
 

@@ -19,6 +19,10 @@ from kvstore.abc import BlockStore, Capabilities
 from kvstore.errors import InvalidOptionError, StoreNotFoundError, StoreOpenError, TierUnavailable
 from kvstore.inuse import InUse
 from kvstore.layout import as_bytes
+from kvstore.objects.faults import Kind, RequestFailed
+from kvstore.objects.opening import opened
+from kvstore.objects.settings import LOOKUP_TTL, OPTIONS, OPTIONS_OF_DIRECTORIES, SWEEP, Place
+from kvstore.objects.side import side_by_side
 from kvstore.retention import Retention, now_ns
 from kvstore.types import BlockInfo, GetOutcome, Leftover, PutOutcome, Usage
 from kvstore.url import READONLY, Option, TierURL
@@ -26,12 +30,8 @@ from kvstore_zarr.format import BlockFacts
 from kvstore_zarr.metadata import METADATA_NAME, NamespaceTree, is_namespace_name
 from kvstore_zarr.objects.ages import Ages
 from kvstore_zarr.objects.documents import Documents
-from kvstore_zarr.objects.faults import Kind, RequestFailed
 from kvstore_zarr.objects.lookup import Lookup
-from kvstore_zarr.objects.opening import opened
 from kvstore_zarr.objects.remains import drop, is_long_empty, retention_notes, stale, wanted_capacity
-from kvstore_zarr.objects.settings import LOOKUP_TTL, OPTIONS, OPTIONS_OF_DIRECTORIES, SWEEP, Place
-from kvstore_zarr.objects.side import side_by_side
 from kvstore_zarr.objects.sweep import SweepCounts, Sweeper, rules_of
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from kvstore.namespace import Namespace
+    from kvstore.objects.client import Listed
     from kvstore.types import BlockKey, BlockRead, BlockWrite
-    from kvstore_zarr.objects.client import Listed
 
     K = TypeVar("K")
     R = TypeVar("R")

@@ -23,8 +23,8 @@ from kvstore_zarr.objects.lease import Lease
 
 if TYPE_CHECKING:
     from kvstore.abc import BlockStore
+    from kvstore.objects.client import ObjectClient
     from kvstore.url import TierURL
-    from kvstore_zarr.objects.client import ObjectClient
 
 __all__ = ["SweepCounts", "Sweeper", "rules_of"]
 

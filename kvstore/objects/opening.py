@@ -12,14 +12,14 @@ from kvstore.errors import (
     StoreNotFoundError,
     StoreOpenError,
 )
-from kvstore_zarr.objects.faults import Kind, RequestFailed
-from kvstore_zarr.objects.settings import CLIENT, ENDPOINT, TIMEOUT, Place
+from kvstore.objects.faults import Kind, RequestFailed
+from kvstore.objects.settings import CLIENT, ENDPOINT, TIMEOUT, Place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvstore.objects.client import ObjectClient
     from kvstore.url import TierURL
-    from kvstore_zarr.objects.client import ObjectClient
 
 __all__ = ["connect", "opened"]
 
@@ -50,7 +50,7 @@ def opened(url: TierURL, place: Place) -> tuple[ObjectClient, Sequence[str]]:
 
 def _client(url: TierURL, place: Place) -> ObjectClient:
     if place.scheme == "file":
-        from kvstore_zarr.objects.directory_client import DirectoryClient
+        from kvstore.objects.directory_client import DirectoryClient
 
         return DirectoryClient(url)
     wanted = url.option(CLIENT)
@@ -63,10 +63,10 @@ def _client(url: TierURL, place: Place) -> ObjectClient:
     if place.is_s3:
         if importlib.util.find_spec("s3fs") is None:
             raise MissingDependencyError(f'{place.scheme}:// needs obstore or s3fs: pip install "kvstore-tiers[s3]"')
-        from kvstore_zarr.objects.s3fs_client import S3FsClient
+        from kvstore.objects.s3fs_client import S3FsClient
 
         return S3FsClient(url, place)
-    from kvstore_zarr.objects.fsspec_client import FsspecClient
+    from kvstore.objects.fsspec_client import FsspecClient
 
     return FsspecClient(url, place)
 
@@ -77,7 +77,7 @@ def _obstore_client(url: TierURL, place: Place, *, insist: bool) -> ObjectClient
         if insist:
             raise MissingDependencyError(f'{url}: client=obstore needs obstore: pip install "kvstore-tiers[s3]"')
         return None
-    from kvstore_zarr.objects.obstore_client import ObstoreClient, usable
+    from kvstore.objects.obstore_client import ObstoreClient, usable
 
     if not usable():
         if insist:

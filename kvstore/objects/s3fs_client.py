@@ -10,10 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any, cast
 
 from kvstore.errors import InvalidOptionError, MissingDependencyError
-from kvstore_zarr.objects.client import Listed
-from kvstore_zarr.objects.faults import Kind, RequestFailed
-from kvstore_zarr.objects.fsspec_client import FsspecClient, joined
-from kvstore_zarr.objects.settings import S3Settings
+from kvstore.objects.client import Listed
+from kvstore.objects.faults import Kind, RequestFailed
+from kvstore.objects.fsspec_client import FsspecClient, joined
+from kvstore.objects.settings import S3Settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
+    from kvstore.objects.settings import Place
     from kvstore.url import TierURL
-    from kvstore_zarr.objects.settings import Place
 
 __all__ = ["S3FsClient"]
 

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import numpy as np
 
 from kvstore.errors import InvalidOptionError, MissingDependencyError
-from kvstore_zarr.objects.client import Listed, ObjectClient
-from kvstore_zarr.objects.faults import Kind, RequestFailed, kind_of_status, readable
-from kvstore_zarr.objects.settings import STORAGE_OPTIONS, TIMEOUT
+from kvstore.objects.client import Listed, ObjectClient
+from kvstore.objects.faults import Kind, RequestFailed, kind_of_status, readable
+from kvstore.objects.settings import STORAGE_OPTIONS, TIMEOUT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
+    from kvstore.objects.settings import Place
     from kvstore.url import TierURL
-    from kvstore_zarr.objects.settings import Place
 
 __all__ = ["FsspecClient", "OwnLoop", "joined"]
 

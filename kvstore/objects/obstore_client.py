@@ -19,9 +19,9 @@ from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from kvstore.errors import InvalidOptionError
-from kvstore_zarr.objects.client import Listed, ObjectClient
-from kvstore_zarr.objects.faults import Kind, RequestFailed, kind_of_status, readable
-from kvstore_zarr.objects.settings import ANONYMOUS, S3_SCHEMES, STORAGE_OPTIONS, TIMEOUT, S3Settings
+from kvstore.objects.client import Listed, ObjectClient
+from kvstore.objects.faults import Kind, RequestFailed, kind_of_status, readable
+from kvstore.objects.settings import ANONYMOUS, S3_SCHEMES, STORAGE_OPTIONS, TIMEOUT, S3Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
     from typing_extensions import Buffer
 
+    from kvstore.objects.settings import Place
     from kvstore.url import TierURL
-    from kvstore_zarr.objects.settings import Place
 
 __all__ = ["SCHEMES", "ObstoreClient", "usable"]
 

@@ -15,8 +15,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from kvstore_zarr.objects.faults import Kind, RequestFailed
-from kvstore_zarr.objects.side import side_by_side
+from kvstore.objects.faults import Kind, RequestFailed
+from kvstore.objects.side import side_by_side
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -20,13 +20,12 @@ import numpy as np
 
 from kvstore.environment import filesystem_of, is_network
 from kvstore.errors import NotAStoreError
+from kvstore.files import NotAFileError, make_folder, open_file
+from kvstore.objects.client import Listed, ObjectClient
+from kvstore.objects.faults import Kind, RequestFailed
+from kvstore.objects.settings import TIMEOUT
 from kvstore.presence import explained, permit
 from kvstore.url import DURABILITY, MODE, READONLY, local_path
-from kvstore_zarr.device import NotAFileError, open_file
-from kvstore_zarr.folders import make_folder
-from kvstore_zarr.objects.client import Listed, ObjectClient
-from kvstore_zarr.objects.faults import Kind, RequestFailed
-from kvstore_zarr.objects.settings import TIMEOUT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
