@@ -18,7 +18,7 @@ Where to look:
     metrics.py   counters for vLLM's metrics
     cpu.py       the whole engine on a machine without a GPU
 
-This is the only place in kvstore that names vLLM, and nothing else imports it.
+This is the only place in kvstore that names vLLM. What others import of it (`keys`, `rows`) does without vLLM.
 """
 
 from __future__ import annotations
