@@ -127,10 +127,10 @@ class Lease:
 
     def renew(self, *, swept: bool = False) -> bool:
         """Say that we are alive and, if so, that a sweep has ended; False if the lease was lost meanwhile."""
-        if self.held is None or not self.take() or self.held is None:
+        if self.held is None or not self.take():
             return False
-        now = now_ns() / 1e9
-        self._write(replace(self.held, renewed=now, swept=now if swept else self.held.swept))
+        now, held = now_ns() / 1e9, self.held
+        self._write(replace(held, renewed=now, swept=now if swept else held.swept))
         return True
 
     def release(self) -> None:
