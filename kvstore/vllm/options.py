@@ -17,6 +17,7 @@ from kvstore.tiering.secondary import LOAD_TIMEOUT, NETWORK_LOAD_TIMEOUT
 from kvstore.url import Option, TierURL, boolean, choice, parse_duration, parse_size
 
 if TYPE_CHECKING:
+    from kvstore.archive.warming import Warming
     from kvstore.namespace import Namespace
 
 __all__ = ["KNOWN", "TierOptions"]
@@ -28,6 +29,12 @@ DEFAULT_THREADS = 16
 
 def _url(text: Any) -> TierURL:
     return TierURL.parse(text)
+
+
+def _urls(value: Any) -> tuple[TierURL, ...]:
+    if not isinstance(value, list | tuple):
+        raise ValueError('expected a list such as ["s3://bucket/archives/handbook"]')
+    return tuple(_url(url) for url in cast("list[Any]", value))
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -86,6 +93,13 @@ NAMESPACE: Option[str | None] = Option(
     "namespace", _name, None, "a name for what may share blocks, in place of the engine's identity; engines must agree"
 )
 
+ARCHIVES: Option[tuple[TierURL, ...]] = Option(
+    "archives",
+    _urls,
+    (),
+    "a list of archives (URLs) that are restored into the tier from the start; see kvstore archive",
+)
+
 KNOWN: tuple[Option[Any], ...] = (
     URL,
     OPTIONS,
@@ -97,6 +111,7 @@ KNOWN: tuple[Option[Any], ...] = (
     LOCALITY,
     EVENTS,
     NAMESPACE,
+    ARCHIVES,
 )
 """All of them; `type`, `module_path` and `backpressure` are vLLM's own."""
 
@@ -114,6 +129,7 @@ class TierOptions:
     locality: str | None
     enable_kv_events: bool
     namespace: str | None
+    archives: tuple[TierURL, ...]
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
@@ -143,6 +159,14 @@ class TierOptions:
             if isinstance(error, InvalidOptionError | UnknownOptionError):
                 raise
             raise InvalidOptionError(f"{self.url}: {error}") from error
+
+    def begin_warming(self, namespace: Namespace) -> Warming | None:
+        """Begin to restore the archives in the background; None where there are none. Raises nothing."""
+        if not self.archives:
+            return None
+        from kvstore.archive.warming import Warming
+
+        return Warming(self.url, namespace, self.archives)
 
 
 def _parsed(option: Option[Any], given: Mapping[str, Any]) -> Any:

@@ -118,6 +118,7 @@ class KVStoreTier(SecondaryTierManager):
         self._events: list[OffloadingEvent] | None = [] if _announces(offloading_spec, chosen) else None
         # After everything that can fail: an error's traceback would keep vLLM's memory from being unmapped.
         self._rows: NDArray[np.uint8] | None = np.frombuffer(primary_kv_view, np.uint8).reshape(rows, row_bytes)
+        self.warming = chosen.begin_warming(self._namespace)
 
     # Requests.
 
@@ -228,6 +229,8 @@ class KVStoreTier(SecondaryTierManager):
         if self._rows is None:
             return
         deadline = time.monotonic() + SHUTDOWN_TIMEOUT
+        if self.warming is not None:
+            self.warming.stop(SHUTDOWN_TIMEOUT * 0.1)  # a daemon's: it touches no row of primary memory
         if not self._wait_idle(SHUTDOWN_TIMEOUT * 0.75):
             log.warning("%s: what could not be stored within %.1f s is dropped", self.url, SHUTDOWN_TIMEOUT * 0.75)
         self._take(self._tier.cancel())

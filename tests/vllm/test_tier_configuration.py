@@ -47,6 +47,8 @@ def entry(**options: Any) -> dict[str, Any]:
         ({"namespace": ""}, InvalidOptionError, "expected a name"),
         ({"options": ["capacity"]}, InvalidOptionError, "expected a mapping"),
         ({"options": {"colour": "red"}}, UnknownOptionError, "colour"),
+        ({"archives": "file:///a"}, InvalidOptionError, "expected a list"),
+        ({"archives": ["no url"]}, InvalidOptionError, "is not a tier URL"),
         ({"url": "memry://a"}, ConfigurationError, "Did you mean memory"),
         ({"url": "not a url"}, ConfigurationError, "is not a tier URL"),
         ({"url": None}, InvalidOptionError, "needs a url"),

@@ -1,0 +1,57 @@
+"""A tier begins with archives: what one engine stored and labelled, the first request of another finds."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from driver import Driver, keys, kvstore_tier
+
+from kvstore import open_store
+from kvstore.archive import create, select
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+PROMPT = keys(6)
+PARAMS = {"kvstore": {"label": "handbook"}}
+
+
+def archived(folder: Path, **options: Any) -> str:
+    """An archive of a prompt that an engine computed."""
+    tier, archive = f"file://{folder}/old", f"file://{folder}/archives/handbook"
+    with Driver([kvstore_tier(tier)], **options) as engine:
+        engine.store(PROMPT, params=PARAMS)
+    with open_store(tier) as store:
+        (space,) = store.namespaces()
+        create(archive, store, space, select(store, space, label="handbook"), label="handbook")
+    return archive
+
+
+def test_the_first_request_of_a_new_engine_finds_them(tmp_path: Path) -> None:
+    archive = archived(tmp_path)
+    with Driver([{**kvstore_tier(f"lmdb://{tmp_path}/new"), "archives": [archive]}]) as engine:
+        assert engine.tiers[0].warming.wait(10)
+        assert engine.load(PROMPT) == len(PROMPT)
+
+
+def test_one_of_other_blocks_is_a_warning_and_the_engine_serves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    archive = archived(tmp_path, row_bytes=4096)
+    with (
+        caplog.at_level(logging.WARNING),
+        Driver([{**kvstore_tier(f"lmdb://{tmp_path}/new"), "archives": [archive]}]) as engine,
+    ):
+        assert engine.tiers[0].warming.wait(10)
+        assert "layouts" in engine.tiers[0].warming.errors[archive]
+        assert engine.load(PROMPT) == 0
+        assert engine.store(PROMPT) == len(PROMPT)
+    assert "layouts" in caplog.text
+
+
+def test_nothing_is_begun_without_archives(tmp_path: Path) -> None:
+    with Driver([kvstore_tier(f"file://{tmp_path}/new")]) as engine:
+        assert engine.tiers[0].warming is None
