@@ -80,7 +80,7 @@ def test_a_bucket_is_filled_and_read_and_what_it_cannot_keep_is_said(
 def test_people_are_told_the_same(tier: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["cp", tier, f"file://{tmp_path}/target"]) == EXIT_OK
     shown = capsys.readouterr().out
-    assert f"{tier} -> file://" in shown.replace("\n", " ")  # a long title is broken at its spaces
+    assert f"{tier} -> file://" in " ".join(shown.split())  # a long title is broken at its spaces
     for expected in (MODEL.name, "org/model", "10", OTHER.name, "GB/s"):
         assert expected in shown
 

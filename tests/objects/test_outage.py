@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from kvstore.testing.proxy import Fault
     from kvstore.testing.servers import S3Server
+    from kvstore.tiering import TieringManager
+    from kvstore.types import BlockKey
 
 TIMEOUT = 3.0
 BOUND = 5.0
@@ -54,6 +56,12 @@ OUTAGES: dict[str, Callable[[FaultProxy], AbstractContextManager[None]]] = {
 }
 
 
+def found(manager: TieringManager, keys: list[BlockKey]) -> bool:
+    """Whether all are hits; a busy machine may be late once."""
+    manager.forget(keys)
+    return ask(manager, keys) == [HIT] * len(keys)
+
+
 @pytest.mark.parametrize("outage", OUTAGES)
 def test_an_outage_is_misses_in_time_then_silence_then_hits(
     server: S3Server, place: str, client: str, outage: str
@@ -65,7 +73,7 @@ def test_an_outage_is_misses_in_time_then_silence_then_hits(
     ):
         tier = SecondaryTier(store, SPACE, pause=0.5)
         with managed(tier, primary_slots=32) as manager:
-            assert ask(manager, PROMPT[:2]) == [HIT] * 2
+            until(manager, lambda: found(manager, PROMPT[:2]))
             with OUTAGES[outage](proxy):
                 for key in PROMPT[2 : 2 + FAILURES]:
                     began = time.monotonic()
@@ -81,8 +89,7 @@ def test_an_outage_is_misses_in_time_then_silence_then_hits(
                 assert time.monotonic() - began < 1.0, "nobody waits for a store that is left alone"
                 assert proxy.counts.keys() <= {"GET"}, "probes, and nothing else"
             until(manager, lambda: all_closed(manager))
-            manager.forget(PROMPT[2:8])
-            assert ask(manager, PROMPT[2:8]) == [HIT] * 6
+            until(manager, lambda: found(manager, PROMPT[2:8]))
             assert engine_store(manager, PROMPT[10:12]) == PROMPT[10:12]
             assert manager.drain(10.0)
             assert manager.stats().tiers[0].stores == 2
