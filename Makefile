@@ -69,8 +69,8 @@ test-wheel: $(VENV)/.dev
 		$(ARGS) $(addprefix $(CURDIR)/,$(WHEEL_TESTS))
 
 # What must hold without torch, on Python 3.12 or later (zarr 3.1.6 is the last for 3.11).
-LIGHT_TESTS := tests/backends $(addprefix tests/test_,zarr_format.py formats_page.py file_store.py lmdb_store.py \
-	layout.py layouts.py shards.py keys.py key_properties.py namespace.py url.py registry.py memory_store.py)
+LIGHT_TESTS := tests/backends $(addprefix tests/test_,zarr_format.py formats_page.py layout.py layouts.py \
+	shards.py keys.py namespace.py url.py memory_store.py)
 
 test-light:
 	@set -e; python=$$($(PYTHON) .ci/newer_python.py); \
@@ -95,7 +95,7 @@ demo-vllm:
 	$(VLLM_PYTHON) benchmarks/vllm_users.py $(ARGS)
 
 # What depends on the manager's interface is tested with the newer version too; the rest of it in test-vllm-all.
-VLLM_INTERFACE := $(addprefix tests/vllm/test_,tier_bytes.py tier_configuration.py metrics.py plugin.py)
+VLLM_INTERFACE := $(addprefix tests/vllm/test_,tier_bytes.py tier_archives.py metrics.py plugin.py)
 
 test-vllm:
 	$(MAKE_VLLM) $(VLLM_NEWER)

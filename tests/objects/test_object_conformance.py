@@ -50,7 +50,12 @@ class _OnS3(StoreTests):
 
 
 class TestSeaweedFS(_OnS3):
-    """s3:// with both clients."""
+    """s3:// with both clients. In every run the second one has its own tests, and fsspec's the contract in memory."""
+
+    @pytest.fixture(params=["obstore", pytest.param("fsspec", marks=pytest.mark.soak)])
+    def client(self, request: pytest.FixtureRequest) -> str:
+        name: str = request.param
+        return name
 
     def test_a_store_answers_as_a_dictionary_would(self, url: str) -> None:
         run_against_a_dictionary(url, runs=4)  # each step some ten requests; the soak has more of them
