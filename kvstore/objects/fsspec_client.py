@@ -220,12 +220,15 @@ _NAMES: tuple[tuple[str, Kind], ...] = (
 )  # fmt: skip
 """What the libraries behind fsspec call their errors, which have no base in common."""
 
+_CUT_SHORT = "Payload|ContentLength|TransferEncoding"
+
 
 def _kind(error: BaseException) -> Kind:
     """From the status and code of a server's answer, else from the type, of the error or of what caused it."""
     causes = list(_chain(error))
     for cause in causes:
-        status, code = _answer(cause)
+        # aiohttp gives a body that was cut short the status 400, which no server has said.
+        status, code = (None, None) if re.search(_CUT_SHORT, type(cause).__name__) else _answer(cause)
         kind = kind_of_status(status, code)
         if kind is not None:
             return kind

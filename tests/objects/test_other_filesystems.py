@@ -71,7 +71,8 @@ def test_a_chain_keeps_copies_of_what_was_read(place: str, tmp_path: Path) -> No
     with open_store(place) as store:
         store.put_many(SPACE, writes(range(3)))
     copies = tmp_path / "copies"
-    with open_store(f"simplecache::{place}", storage_options={"simplecache": {"cache_storage": str(copies)}}) as store:
+    cached = {"simplecache": {"cache_storage": str(copies)}}
+    with open_store(f"simplecache::{place}", timeout="15s", storage_options=cached) as store:
         assert store.namespaces() == [SPACE]
         assert get(store, range(4)) == [HIT, HIT, HIT, MISS]
         assert len(list(copies.iterdir())) >= 3
