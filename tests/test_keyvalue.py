@@ -7,25 +7,17 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import sqlite3
 import struct
-import threading
 import time
-import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from keyvalue_helpers import CORRUPT, EXISTS, FAILED, FULL, HIT, MANIFEST, MISS, ONE, STORED, DictStore, opened
 
-from kvstore import BlockRead, BlockWrite, Capabilities, GetOutcome, PutOutcome, inuse
+from kvstore import BlockRead, BlockWrite, PutOutcome
 from kvstore.errors import (
-    KVStoreError,
-    NotAStoreError,
-    StoreAccessError,
-    StoreClosedError,
-    StoreFullError,
-    StoreNotFoundError,
     TierUnavailable,
 )
 from kvstore.integrity import crc32c
@@ -41,58 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvstore import Namespace
-
-HIT, MISS, CORRUPT = GetOutcome.HIT, GetOutcome.MISS, GetOutcome.CORRUPT
-STORED, EXISTS, FULL, FAILED = PutOutcome.STORED, PutOutcome.EXISTS, PutOutcome.FULL, PutOutcome.FAILED
-
-ONE = name_of(SPACE, key(1))
-MANIFEST = f"manifest-{SPACE.name}"
-
-
-class DictStore(KeyValueStore):
-    """Values in a dictionary, for one process; `fault` is raised by the hooks that it names."""
-
-    capabilities = Capabilities(persistent=False, shared=False, can_hang=False, io="memory")
-    errors = (sqlite3.Error,)
-
-    def __init__(self, url: TierURL, values: dict[str, bytes] | None = None) -> None:
-        self.values = {} if values is None else values
-        self.faults: dict[str, Exception] = {}
-        self.calls: list[str] = []
-        super().__init__(url)
-
-    def called(self, hook: str, name: str) -> None:
-        self.calls.append(hook)
-        fault = self.faults.get(hook) or self.faults.get(f"{hook} {name}")
-        if fault is not None:
-            raise fault
-
-    def connect(self) -> None:
-        self.called("connect", "")
-
-    def write(self, name: str, parts: Sequence[memoryview]) -> bool:
-        self.called("write", name)
-        return self.values.setdefault(name, value := b"".join(parts)) is value
-
-    def read(self, name: str, nbytes: int) -> bytes | None:
-        self.called("read", name)
-        value = self.values.get(name)
-        return None if value is None else value[:nbytes]
-
-    def remove(self, name: str) -> bool:
-        self.called("remove", name)
-        return self.values.pop(name, None) is not None
-
-    def names(self, prefix: str) -> Iterable[str]:
-        self.called("names", prefix)
-        return [name for name in self.values if name.startswith(prefix)]
-
-    def disconnect(self) -> None:
-        self.called("disconnect", "")
-
-
-def opened(values: dict[str, bytes] | None = None, **options: object) -> DictStore:
-    return DictStore(TierURL.parse("dict://x", **options).validated([READONLY]), values)
 
 
 @pytest.fixture
@@ -310,123 +250,6 @@ def test_a_scan_reads_heads_alone_and_many_at_a_time(store: DictStore) -> None:
     store.read = lambda name, nbytes: (asked.append(nbytes), read(name, nbytes))[1]  # type: ignore[method-assign]
     assert len({info.key for info in store.scan(small)}) == 600
     assert set(asked) == {128}
-
-
-# Read-only
-
-
-def test_a_read_only_store_calls_neither_write_nor_remove() -> None:
-    with opened() as owner:
-        owner.put_many(SPACE, writes([1, 2]))
-    owner.values[ONE] = b"damaged"
-    with opened(owner.values, readonly=True) as store:
-        assert store.put_many(SPACE, writes([1, 3])) == [FAILED, FAILED]
-        assert store.delete_many(SPACE, keys([1, 2])) == [False, False]
-        assert get(store, [1, 2]) == [CORRUPT, HIT]
-        assert not {"write", "remove"} & set(store.calls)
-        assert store.readonly
-
-
-# Opening and closing
-
-
-@pytest.mark.parametrize(
-    ("fault", "kind"),
-    [
-        (FileNotFoundError("gone"), StoreNotFoundError),
-        (NotADirectoryError("a file"), NotAStoreError),
-        (FileExistsError("a file"), NotAStoreError),
-        (IsADirectoryError("a folder"), NotAStoreError),
-        (OSError(errno.ENOSPC, "full"), StoreFullError),
-        (PermissionError("no"), StoreAccessError),
-        (sqlite3.DatabaseError("file is not a database"), StoreAccessError),
-        (StoreFullError("said so itself"), StoreFullError),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
-)
-def test_a_location_that_cannot_be_used_is_an_error_of_its_own_class(
-    fault: Exception, kind: type[KVStoreError]
-) -> None:
-    class Unusable(DictStore):
-        def connect(self) -> None:
-            raise fault
-
-    with pytest.raises(KVStoreError) as caught:
-        Unusable(TierURL.parse("dict://x").validated([READONLY]))
-    assert type(caught.value) is kind
-    if caught.value is not fault:
-        assert str(caught.value) == f"dict://x cannot be opened: {fault}"
-
-
-def test_disconnect_is_called_once_and_its_errors_are_nobodys_business() -> None:
-    store = opened()
-    store.faults = {"disconnect": sqlite3.OperationalError("busy")}
-    store.close()
-    store.close()
-    assert store.calls.count("disconnect") == 1
-
-
-def test_disconnect_waits_for_the_hooks_that_are_at_work() -> None:
-    store = opened()
-    reading, go_on = threading.Event(), threading.Event()
-    order: list[str] = []
-
-    def slow(name: str, nbytes: int) -> None:  # noqa: ARG001
-        reading.set()
-        go_on.wait(30)
-        order.append("read")
-
-    store.read = slow  # type: ignore[method-assign, assignment]
-    store.disconnect = lambda: order.append("disconnect")  # type: ignore[method-assign]
-    reader, closer = threading.Thread(target=get, args=(store, [1])), threading.Thread(target=store.close)
-    reader.start()
-    assert reading.wait(30)
-    closer.start()
-    while not refuses(store):
-        time.sleep(0.001)
-    assert order == []
-    go_on.set()
-    reader.join()
-    closer.join()
-    assert order == ["read", "disconnect"]
-
-
-def test_what_a_hook_still_uses_when_time_is_up_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inuse, "CLOSE_TIMEOUT_S", 0.01)
-    store = opened()
-    with store._use:
-        store.close()
-    assert refuses(store)
-    assert "disconnect" not in store.calls
-
-
-def test_a_forked_child_that_closes_leaves_the_connection_to_its_parent() -> None:
-    with opened() as store:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later: fork beside threads
-            child = os.fork()
-        if child == 0:
-            store.close()
-            os._exit(store.calls.count("disconnect"))
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def refuses(store: DictStore) -> bool:
-    try:
-        store.usage()
-    except StoreClosedError:
-        return True
-    return False
-
-
-def test_a_scan_that_is_half_done_ends_with_the_store() -> None:
-    store = opened()
-    store.put_many(small := replace(SPACE, layouts=(BlockLayout.opaque(1),)), writes(range(300), small))
-    scan = store.scan(small)
-    next(scan)
-    store.close()
-    with pytest.raises(StoreClosedError):
-        list(scan)
 
 
 # Batches

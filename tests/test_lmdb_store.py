@@ -16,7 +16,7 @@ import lmdb
 import numpy as np
 import pytest
 
-import kvstore_lmdb
+import kvstore_lmdb.put
 from kvstore import BlockKey, BlockLayout, BlockRead, BlockWrite, GetOutcome, Namespace, PutOutcome, open_store
 from kvstore.environment import PAGE
 from kvstore.errors import StoreDamagedError, StoreFullError, TierUnavailable
@@ -185,7 +185,7 @@ class TestCapacity:
                     assert put(store, range(1000 * begun, 1000 * begun + 6)) == [STORED] * 6
                 return freed
 
-            monkeypatch.setattr(kvstore_lmdb, "evict", others_put)
+            monkeypatch.setattr(kvstore_lmdb.put, "evict", others_put)
             assert put(store, range(1000, 1006)) == [STORED] * 6
             with store._tier.catalog.read() as snapshot:
                 room = snapshot.totals().room

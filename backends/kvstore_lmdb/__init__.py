@@ -9,71 +9,44 @@ block: copied out first, checked after. The cap is a bound that LMDB itself keep
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
-import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import lmdb
-import numpy as np
 
 from kvstore.abc import BlockStore, Capabilities
 from kvstore.catalog import Entry, address_of
 from kvstore.errors import StoreClosedError, TierUnavailable
 from kvstore.marks import MarkOutcome
 from kvstore.retention import TTL, TTL_FROM, Allowance, now_ns
-from kvstore.types import NO_POSITION, BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, Usage
+from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, Usage
 from kvstore.url import CAPACITY, DURABILITY, MODE, READONLY, Option, TierURL
-from kvstore_lmdb.entry import HEADER_BYTES, Bytes, fill, is_intact, read_into, stored_bytes
-from kvstore_lmdb.opening import BLOCKS, Tier, evict, open_tier, take_out, tree_bytes
+from kvstore_lmdb.entry import Bytes, is_intact, read_into, stored_bytes
+from kvstore_lmdb.opening import BLOCKS, Tier, open_tier, take_out
+from kvstore_lmdb.put import Puts, Staged, chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from typing_extensions import Buffer
-
-    from kvstore.catalog import Change, Snapshot, Totals
+    from kvstore.catalog import Change, Snapshot
     from kvstore.doctor import Finding
     from kvstore.marks import Mark
     from kvstore.namespace import Namespace
-    from kvstore_lmdb.space import Space
 
 __all__ = ["LMDBStore"]
 
 T = TypeVar("T")
-
-_ATTEMPTS = 7
-"""How often a put makes room and tries, before it says FULL; 1, 2, 4, … ms lie between, for readers to end in."""
 
 _TOGETHER = 64
 """Removals in one transaction."""
 
 _PAGE_OF_SCAN = 1000
 """Entries read in one transaction of a scan."""
-
-
-_SPARE = 8
-"""Staging buffers kept for the next put, a chunk each."""
-
-
-_Item = tuple["Buffer", "Buffer"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Staged:
-    """One block of a put; `place` is its index there, `size` what it will occupy."""
-
-    place: int
-    block: BlockWrite
-    payload: Bytes
-    address: bytes
-    size: int
 
 
 class LMDBStore(BlockStore):
@@ -94,7 +67,7 @@ class LMDBStore(BlockStore):
         self._pid = os.getpid()
         self._closing = threading.Lock()
         self._closed = False
-        self._spare: list[Bytes] = []
+        self._puts = Puts(self._tier)
         self._allowance = Allowance()
         self.capabilities = Capabilities(
             persistent=True,
@@ -117,21 +90,21 @@ class LMDBStore(BlockStore):
             return snapshot.alive(addresses)
 
     def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
-        staged: list[_Staged] = []
+        staged: list[Staged] = []
         for place, block in enumerate(blocks):
             payload = namespace.check_write(block)
             address = address_of(namespace, block.key)
-            staged.append(_Staged(place, block, payload, address, stored_bytes(payload.nbytes)))
+            staged.append(Staged(place, block, payload, address, stored_bytes(payload.nbytes)))
         outcomes = [PutOutcome.FAILED] * len(blocks)
         self._tier.environment.ensure_open()
         now = now_ns()
         if not self._readonly:
             with self._telling():
                 self._take_back([member.address for member in staged])
-                chunk_bytes = self._space().chunk
-            for chunk in _chunks(staged, chunk_bytes):
+                chunk_bytes = self._tier.current_space().chunk
+            for chunk in chunks(staged, chunk_bytes):
                 with self._telling():
-                    stored = self._put(namespace, chunk, now)
+                    stored = self._puts.put(namespace, chunk, now)
                 for member, outcome in zip(chunk, stored, strict=True):
                     outcomes[member.place] = outcome
         return outcomes
@@ -226,7 +199,7 @@ class LMDBStore(BlockStore):
         del attempt
         with self._tier.catalog.read() as snapshot:
             victims = snapshot.as_they_were(addresses, infos)
-        gone = take_out(self._tier.catalog, self._space(), victims)
+        gone = take_out(self._tier.catalog, self._tier.current_space(), victims)
         return [address in gone for address in addresses]
 
     def drop_namespace(self, namespace: Namespace, *, only_if_empty: bool = False) -> int:
@@ -247,7 +220,7 @@ class LMDBStore(BlockStore):
             ahead = snapshot.ahead(_TOGETHER)
         with suppress(OSError):  # no page is free: room is made by what is evicted, then
             for start in range(0, len(victims), _TOGETHER):
-                take_out(catalog, self._space(), victims[start : start + _TOGETHER])
+                take_out(catalog, self._tier.current_space(), victims[start : start + _TOGETHER])
             if ahead:
                 with catalog.write() as change:
                     change.redate(ahead)
@@ -273,7 +246,7 @@ class LMDBStore(BlockStore):
     def _rewritten(self, act: Callable[[int], list[T]]) -> list[T]:
         """A change to entries that are there, which needs pages to be free."""
         with self._telling():
-            done = self._patiently(act)
+            done = self._puts.patiently(act)
         if done is None:
             raise TierUnavailable(f"{self.url}: no page is free to write with while a reader does not end")
         return done
@@ -295,7 +268,7 @@ class LMDBStore(BlockStore):
                 tier.environment.close()
         finally:
             tier.environment.close()
-            self._spare.clear()
+            self._puts.close()
 
     def _addresses(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bytes]:
         for key in keys:
@@ -347,114 +320,6 @@ class LMDBStore(BlockStore):
         known = bool(change.discard([address]))
         return change.txn.delete(address, db=self._blocks) or known
 
-    def _put(self, namespace: Namespace, blocks: list[_Staged], now: int) -> list[PutOutcome]:
-        catalog = self._tier.catalog
-        try:
-            with catalog.read() as snapshot:
-                there = snapshot.contains([block.address for block in blocks])
-                totals = snapshot.totals()
-            catalog.note((block.address for block, known in zip(blocks, there, strict=True) if known), hits=0)
-            fresh = [block for block, known in zip(blocks, there, strict=True) if not known]
-            stored = iter(self._put_fresh(namespace, fresh, totals, now) if fresh else ())
-        except OSError as error:
-            failed = PutOutcome.FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else PutOutcome.FAILED
-            return [failed] * len(blocks)
-        return [PutOutcome.EXISTS if known else next(stored) for known in there]
-
-    def _put_fresh(self, namespace: Namespace, blocks: list[_Staged], totals: Totals, now: int) -> list[PutOutcome]:
-        need = sum(block.size for block in blocks)
-        if not self._can_fit(need, totals):
-            if len(blocks) == 1:
-                return [PutOutcome.FULL]
-            middle = len(blocks) // 2
-            first = self._put_fresh(namespace, blocks[:middle], totals, now)
-            with self._tier.catalog.read() as snapshot:
-                totals = snapshot.totals()
-            return first + self._put_fresh(namespace, blocks[middle:], totals, now)
-        with self._staging(sum(HEADER_BYTES + block.payload.nbytes for block in blocks)) as memory:
-            items: list[_Item] = []
-            end = 0
-            for block in blocks:
-                start, end = end, end + HEADER_BYTES + block.payload.nbytes
-                value = memory[start:end]
-                fill(value, namespace, block.block.key, block.payload, now)
-                items.append((block.address, value.data))
-            won = self._patiently(partial(self._store_in_room, namespace, blocks, items, now))
-        if won is None:
-            return [PutOutcome.FULL] * len(blocks)
-        return [PutOutcome.STORED if first else PutOutcome.EXISTS for first in won]
-
-    def _space(self) -> Space:
-        return self._tier.space.on_disk(self._tier.environment.attainable_bytes())
-
-    def _can_fit(self, need: int, totals: Totals) -> bool:
-        """Whether `need` bytes find room, if need be after an eviction."""
-        space = self._space()
-        with self._tier.environment.read() as txn:
-            room = space.room(totals, tree_bytes(self._tier.catalog, txn))
-        evictable = 0 if totals.capacity is None else totals.evictable
-        return room is None or need + space.slack(need, 0) <= room + evictable
-
-    def _patiently(self, act: Callable[[int], T | None]) -> T | None:
-        """`act` with the number of the attempt, again while LMDB or the disk has no page or the result is None."""
-        for attempt in range(_ATTEMPTS):
-            try:
-                result = act(attempt)
-            except (lmdb.MapFullError, OSError) as error:
-                if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                self._ripen()
-                time.sleep(0.001 * 2**attempt)
-                continue
-            if result is not None:
-                return result
-        return None
-
-    def _store_in_room(
-        self, namespace: Namespace, blocks: list[_Staged], items: list[_Item], now: int, attempt: int
-    ) -> list[bool] | None:
-        space = self._space()
-        need = sum(block.size for block in blocks)
-        room = need + space.slack(need, attempt)
-        while evict(self._tier.catalog, space, room=room, most=max(need, space.chunk)):
-            pass
-        return self._store(namespace, blocks, items, now)
-
-    def _store(self, namespace: Namespace, blocks: list[_Staged], items: list[_Item], now: int) -> list[bool] | None:
-        """The transaction of a put: which blocks were new, or None if another process has taken the room."""
-        entries = [_entry(block, now) for block in blocks]
-        with self._tier.catalog.write() as change:
-            room = change.totals().room
-            if room is not None and room < sum(block.size for block in blocks):
-                return None
-            change.add_namespace(namespace)
-            won = change.publish(entries)
-            change.txn.cursor(self._blocks).putmulti([item for item, new in zip(items, won, strict=True) if new])
-            change.set_overhead(self._tier.space.overhead(tree_bytes(self._tier.catalog, change.txn)))
-        return won
-
-    def _ripen(self) -> None:
-        """Two small commits, after which LMDB uses pages again that were freed before them."""
-        environment = self._tier.environment
-        environment.check_readers()
-        with suppress(lmdb.MapFullError, OSError):
-            for _ in range(2):
-                with environment.write() as txn:
-                    txn.put(b"tick", time.time_ns().to_bytes(8, "little"), db=environment.databases["info"])
-
-    @contextmanager
-    def _staging(self, nbytes: int) -> Generator[Bytes]:
-        """Memory in which header and payload stand together, as LMDB wants them; kept for the next put."""
-        try:
-            memory = self._spare.pop()
-        except IndexError:
-            memory = np.empty(0, np.uint8)
-        if memory.nbytes < nbytes:
-            memory = np.empty(nbytes, np.uint8)
-        yield memory[:nbytes]
-        if len(self._spare) < _SPARE:
-            self._spare.append(memory)
-
 
 def _occupied(directory: Path) -> int:
     """`st_blocks` of a directory and its files, in bytes; what vanishes meanwhile is passed over."""
@@ -463,26 +328,3 @@ def _occupied(directory: Path) -> int:
         with suppress(FileNotFoundError):
             blocks += path.stat().st_blocks
     return 512 * blocks
-
-
-def _entry(staged: _Staged, now: int) -> Entry:
-    """What the catalogue is to know. A prefix that came at once is to go from its end, for it is of use up to its first
-    gap; blocks whose place is not known go in the order in which they came.
-    """
-    block = staged.block
-    when = now + staged.place if block.position == NO_POSITION else now - block.position
-    return Entry(staged.address, staged.size, when, when, position=block.position, parent=block.parent)
-
-
-def _chunks(blocks: list[_Staged], most: int) -> Iterator[list[_Staged]]:
-    """Blocks in order, together at most `most` bytes or one block."""
-    chunk: list[_Staged] = []
-    filled = 0
-    for block in blocks:
-        if chunk and filled + block.size > most:
-            yield chunk
-            chunk, filled = [], 0
-        chunk.append(block)
-        filled += block.size
-    if chunk:
-        yield chunk

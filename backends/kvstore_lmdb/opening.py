@@ -46,6 +46,10 @@ class Tier:
     notes: tuple[str, ...]
     """What an operator should know of how it was found."""
 
+    def current_space(self) -> Space:
+        """The space as the disk leaves it now."""
+        return self.space.on_disk(self.environment.attainable_bytes())
+
 
 def open_tier(url: TierURL) -> Tier:
     """Open the tier that `url` names. Raises a `StoreOpenError`; then nothing stays open."""

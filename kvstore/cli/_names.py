@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvstore.types import NO_POSITION
+
 if TYPE_CHECKING:
     from kvstore.abc import BlockStore
     from kvstore.namespace import Namespace
-    from kvstore.types import BlockKey
+    from kvstore.types import BlockInfo, BlockKey
 
-__all__ = ["address_json", "matching_namespaces"]
+__all__ = ["address_json", "facts_json", "matching_namespaces"]
 
 
 def matching_namespaces(store: BlockStore, prefix: str) -> list[Namespace]:
@@ -27,3 +29,17 @@ def matching_namespaces(store: BlockStore, prefix: str) -> list[Namespace]:
 def address_json(namespace: Namespace, key: BlockKey) -> dict[str, Any]:
     """A block's address for machines."""
     return {"namespace": namespace.name, "group": key.group, "digest": key.digest.hex()}
+
+
+def facts_json(info: BlockInfo) -> dict[str, Any]:
+    """What a tier knows of a block, beside its address and its size, for machines."""
+    return {
+        "parent": info.parent.hex() or None,
+        "position": None if info.position == NO_POSITION else info.position,
+        "created": info.created,
+        "last_used": info.last_used,
+        "hits": info.hits,
+        "labels": info.labels,
+        "tenants": info.tenants,
+        "pinned": info.pinned,
+    }

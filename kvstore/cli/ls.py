@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvstore.cli._common import age, emit_json, json_option, open_to_inspect, print_table, stdout_console, summaries
-from kvstore.cli._names import matching_namespaces
+from kvstore.cli._names import address_json, facts_json, matching_namespaces
 from kvstore.cli._output import printable
 from kvstore.inspect.scanned import Scanned
 from kvstore.inspect.tree import PrefixTree
@@ -97,20 +97,7 @@ def _blocks(tier: TierURL, store: BlockStore, spaces: list[Namespace], limit: in
 
 
 def _as_json(space: Namespace, info: BlockInfo) -> dict[str, Any]:
-    return {
-        "namespace": space.name,
-        "group": info.key.group,
-        "digest": info.key.digest.hex(),
-        "parent": info.parent.hex() or None,
-        "position": None if info.position == NO_POSITION else info.position,
-        "bytes": info.stored_bytes,
-        "created": info.created,
-        "last_used": info.last_used,
-        "hits": info.hits,
-        "labels": info.labels,
-        "tenants": info.tenants,
-        "pinned": info.pinned,
-    }
+    return {**address_json(space, info.key), "bytes": info.stored_bytes, **facts_json(info)}
 
 
 def _said(info: BlockInfo) -> str:

@@ -9,11 +9,11 @@ import click
 
 from kvstore.cli import EXIT_NOT_INTACT
 from kvstore.cli._common import age, emit_json, json_option, open_to_inspect, print_table
+from kvstore.cli._names import facts_json
 from kvstore.errors import DamagedBlockError, NotStoredError
 from kvstore.inspect.block import BlockView
 from kvstore.inspect.inspection import Inspection
 from kvstore.inspect.wording import moment, short
-from kvstore.types import NO_POSITION
 from kvstore.url import TierURL, format_size
 
 if TYPE_CHECKING:
@@ -120,17 +120,10 @@ def _as_json(view: View) -> dict[str, Any]:
         info = view.info
         return common | {
             "kind": "block",
-            "parent": info.parent.hex() or None,
-            "position": None if info.position == NO_POSITION else info.position,
+            **facts_json(info),
             "tokens": None if view.tokens is None else [view.tokens.start, view.tokens.stop],
             "bytes": view.namespace.block_bytes(view.group),
             "stored_bytes": info.stored_bytes,
-            "created": info.created,
-            "last_used": info.last_used,
-            "hits": info.hits,
-            "labels": info.labels,
-            "tenants": info.tenants,
-            "pinned": info.pinned,
         }
     return common | {
         "kind": "prefix",

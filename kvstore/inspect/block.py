@@ -8,6 +8,7 @@ import numpy as np
 
 from kvstore.inspect.axes import tokens_of
 from kvstore.inspect.needs import needed
+from kvstore.inspect.view import KVView
 from kvstore.inspect.wording import short
 from kvstore.types import NO_POSITION
 from kvstore.url import format_size
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     import zarr
     from numpy.typing import NDArray
 
-    from kvstore.abc import BlockStore
     from kvstore.inspect.axes import Axes
     from kvstore.inspect.reading import BlockReader
     from kvstore.inspect.statistics import LayerStatistics
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["BlockView"]
 
 
-class BlockView:
+class BlockView(KVView):
     """One block of a tier, read when its values are first asked for, through all checks of the store.
 
     `info` is what the tier knew of it when it was looked at, `axes` which axes its values have. What is read is kept by
@@ -41,10 +41,8 @@ class BlockView:
     """
 
     def __init__(self, reader: BlockReader, namespace: Namespace, info: BlockInfo, axes: Axes) -> None:
-        self.namespace = namespace
+        super().__init__(reader, namespace, axes)
         self.info = info
-        self.axes = axes
-        self._reader = reader
 
     @property
     def key(self) -> BlockKey:
@@ -60,21 +58,6 @@ class BlockView:
     def group(self) -> int:
         """Its KV-cache group."""
         return self.info.key.group
-
-    @property
-    def source(self) -> str:
-        """The tier's URL, as it was asked for."""
-        return self._reader.source
-
-    @property
-    def store(self) -> BlockStore:
-        """Where it is."""
-        return self._reader.store
-
-    @property
-    def why_opaque(self) -> str:
-        """Why its bytes cannot be told apart; empty where they can."""
-        return self.axes.why_opaque
 
     @property
     def tokens(self) -> range | None:

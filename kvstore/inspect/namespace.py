@@ -13,13 +13,13 @@ from kvstore.inspect.prefix import PrefixView
 from kvstore.inspect.scanned import Scanned
 from kvstore.inspect.summary import summary_of
 from kvstore.inspect.tree import PrefixTree
+from kvstore.inspect.view import View
 from kvstore.inspect.wording import listing, short
 from kvstore.url import format_size
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from kvstore.abc import BlockStore
     from kvstore.inspect.axes import ModelConfig
     from kvstore.inspect.reading import BlockReader
     from kvstore.inspect.summary import NamespaceSummary
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["NamespaceView"]
 
 
-class NamespaceView:
+class NamespaceView(View):
     """What one namespace holds, as of the first question that was asked of this view; `refresh` looks again.
 
     `model_config` helps to read rows of an engine's own (see `kvstore.inspect.axes`): a path to a `config.json` or its
@@ -37,8 +37,7 @@ class NamespaceView:
     """
 
     def __init__(self, reader: BlockReader, namespace: Namespace, model_config: ModelConfig | None = None) -> None:
-        self.namespace = namespace
-        self._reader = reader
+        super().__init__(reader, namespace)
         self._model_config = model_config
         self._axes: dict[int, Axes] = {}
 
@@ -51,16 +50,6 @@ class NamespaceView:
     def manifest(self) -> dict[str, Any]:
         """Everything that blocks must have in common to be in here."""
         return self.namespace.to_manifest()
-
-    @property
-    def source(self) -> str:
-        """The tier's URL, as it was asked for."""
-        return self._reader.source
-
-    @property
-    def store(self) -> BlockStore:
-        """The tier."""
-        return self._reader.store
 
     @cached_property
     def scanned(self) -> Scanned:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvstore.inspect.axes import tokens_of
 from kvstore.inspect.block import BlockView
 from kvstore.inspect.needs import needed
+from kvstore.inspect.view import KVView
 from kvstore.inspect.wording import short
 from kvstore.types import NO_PARENT, NO_POSITION
 from kvstore.url import format_size
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     import xarray
     from numpy.typing import NDArray
 
-    from kvstore.abc import BlockStore
     from kvstore.inspect.axes import Axes
     from kvstore.inspect.reading import BlockReader
     from kvstore.inspect.statistics import LayerStatistics
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["PrefixView"]
 
 
-class PrefixView:
+class PrefixView(KVView):
     """Blocks of one KV-cache group that follow each other, `infos`, up to the one that names the prefix.
 
     Iterating gives a `BlockView` for each; `view[3]` is one of them. `complete` says whether they begin at position 0;
@@ -37,10 +37,8 @@ class PrefixView:
     """
 
     def __init__(self, reader: BlockReader, namespace: Namespace, infos: Sequence[BlockInfo], axes: Axes) -> None:
-        self.namespace = namespace
+        super().__init__(reader, namespace, axes)
         self.infos = tuple(infos)
-        self.axes = axes
-        self._reader = reader
 
     @property
     def digest(self) -> str:
@@ -71,21 +69,6 @@ class PrefixView:
     def tokens(self) -> int:
         """Tokens in the blocks that are there."""
         return len(self.infos) * tokens_of(self.namespace, self.group)
-
-    @property
-    def source(self) -> str:
-        """The tier's URL, as it was asked for."""
-        return self._reader.source
-
-    @property
-    def store(self) -> BlockStore:
-        """Where they are."""
-        return self._reader.store
-
-    @property
-    def why_opaque(self) -> str:
-        """Why the bytes cannot be told apart; empty where they can."""
-        return self.axes.why_opaque
 
     def blocks(self) -> pd.DataFrame:
         """One row for each block, first to last; columns as in `NamespaceView.blocks`."""

@@ -161,7 +161,7 @@ class TierOptions:
             raise InvalidOptionError(f"{self.url}: {error}") from error
 
     def begin_warming(self, namespace: Namespace) -> Warming | None:
-        """Begin to restore the archives in the background; None where there are none. Raises nothing."""
+        """Begin to restore the archives in the background; None where there are none."""
         if not self.archives:
             return None
         from kvstore.archive.warming import Warming

@@ -116,9 +116,9 @@ class KVStoreTier(SecondaryTierManager):
         self._metrics = Metrics(chosen.url)
         self._seen_keys = False
         self._events: list[OffloadingEvent] | None = [] if _announces(offloading_spec, chosen) else None
+        self.warming = chosen.begin_warming(self._namespace)
         # After everything that can fail: an error's traceback would keep vLLM's memory from being unmapped.
         self._rows: NDArray[np.uint8] | None = np.frombuffer(primary_kv_view, np.uint8).reshape(rows, row_bytes)
-        self.warming = chosen.begin_warming(self._namespace)
 
     # Requests.
 

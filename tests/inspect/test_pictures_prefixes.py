@@ -52,6 +52,19 @@ def test_a_bar_begins_where_what_it_continues_ends_and_is_as_long_as_its_tokens(
     assert [(top, bottom) for _, _, top, bottom in drawn] == [(0, 2), (0, 1), (1, 2), (2, 3)]
 
 
+def test_a_beginning_is_as_high_as_all_ends_however_deep_they_are() -> None:
+    branch = [Node(20, 1, children=[Node(21, 1), Node(21, 2), Node(21, 3)]), Node(20, 5)]
+    drawn = extents(prefix_tree([Node(0, 10, children=[Node(10, 10, children=branch)])]))
+    assert [bottom - top for _, _, top, bottom in drawn][:2] == [4, 4]
+
+
+def test_nothing_is_folded_where_there_is_a_row_for_each_end() -> None:
+    roots = forest(3)
+    ends = sum(not node.children for node in every(roots))
+    assert len(extents(prefix_tree(roots, most_rows=ends))) == len(every(roots))
+    assert len(extents(prefix_tree(roots, most_rows=ends - 1))) < len(every(roots))
+
+
 def test_as_bytes_a_bar_is_as_long_as_what_is_stored() -> None:
     picture = prefix_tree(PAIR, width="bytes")
     lengths = [right - left for left, right, _, _ in extents(picture)]

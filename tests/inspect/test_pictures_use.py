@@ -125,6 +125,8 @@ def test_what_is_stored_adds_up_over_time_to_all_of_it() -> None:
     assert len(moments) == 5
     assert later_y[np.isclose(later_x, AT / 86400 - 2)].max() == pytest.approx(2)
     assert not between.any()
+    # A block that was used at this very moment, or came at it, is among those that are used then.
+    assert later_y[np.isclose(later_x, AT / 86400 - 1)].max() == pytest.approx(3)
     assert "stored size (MiB)" in texts(picture)
     assert "time (UTC)" in texts(picture)
 

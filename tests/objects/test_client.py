@@ -13,6 +13,7 @@ import pytest
 from kvstore import open_store
 from kvstore.errors import TierUnavailable
 from kvstore.objects.faults import Kind, RequestFailed, kind_of_status, readable
+from kvstore.objects.fsspec_client import _kind
 from kvstore.objects.side import side_by_side
 from kvstore.testing.proxy import FaultProxy, slow_down
 from kvstore.testing.supply import SPACE, buffer, content, get, key, write
@@ -87,6 +88,15 @@ def test_items_run_side_by_side_in_order_and_the_first_error_ends_them() -> None
 )
 def test_a_status_and_a_code_have_one_meaning(status: int | None, code: str | None, kind: Kind | None) -> None:
     assert kind_of_status(status, code) is kind
+
+
+def test_a_body_that_was_cut_short_is_no_answer_of_the_server() -> None:
+    """Aiohttp gives it the status 400, which a store would be left alone for, and no second try made."""
+    aiohttp = pytest.importorskip("aiohttp")
+    cut = aiohttp.ClientPayloadError("Response payload is not completed")
+    cut.__cause__ = aiohttp.http_exceptions.ContentLengthError("received 100 of 69632 bytes")
+    assert cut.__cause__.code == 400
+    assert _kind(cut) is Kind.UNREACHABLE
 
 
 def test_a_clients_message_is_shown_without_signatures_names_and_markup() -> None:

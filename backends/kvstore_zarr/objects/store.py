@@ -13,22 +13,19 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 from kvstore.abc import BlockStore, Capabilities
 from kvstore.errors import InvalidOptionError, StoreNotFoundError, StoreOpenError, TierUnavailable
 from kvstore.inuse import InUse
-from kvstore.layout import as_bytes
-from kvstore.objects.faults import Kind, RequestFailed
+from kvstore.objects.faults import RequestFailed
 from kvstore.objects.opening import opened
 from kvstore.objects.settings import LOOKUP_TTL, OPTIONS, OPTIONS_OF_DIRECTORIES, SWEEP, Place
 from kvstore.objects.side import side_by_side
-from kvstore.retention import Retention, now_ns
+from kvstore.retention import Retention
 from kvstore.types import BlockInfo, GetOutcome, Leftover, PutOutcome, Usage
 from kvstore.url import READONLY, Option, TierURL
-from kvstore_zarr.format import BlockFacts
 from kvstore_zarr.metadata import METADATA_NAME, NamespaceTree, is_namespace_name
 from kvstore_zarr.objects.ages import Ages
+from kvstore_zarr.objects.block import OneBlock, info_of
 from kvstore_zarr.objects.documents import Documents
 from kvstore_zarr.objects.lookup import Lookup
 from kvstore_zarr.objects.remains import drop, is_long_empty, retention_notes, stale, wanted_capacity
@@ -38,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
     from typing import TypeVar
 
+    import numpy as np
     import zarr
     from numpy.typing import NDArray
     from typing_extensions import Buffer
@@ -83,7 +81,7 @@ class ObjectZarrStore(BlockStore):
         self._lookup = Lookup(self._client, url.option(LOOKUP_TTL), self._ages)
         self._trees: dict[str, NamespaceTree] = {}
         self._aside: dict[str, str] = {}
-        self._told: set[Kind] = set()
+        self._one = OneBlock(self._client, self._documents, self._lookup, self._ages, url, readonly=self._readonly)
         try:
             self._check_contents(folders, listed=not place.is_readonly)
         except BaseException:
@@ -141,8 +139,8 @@ class ObjectZarrStore(BlockStore):
                 return [refused] * len(blocks)
             # Beside the blocks, not before them: kvstore finds a block without the documents of its folder.
             work = [
-                *(partial(self._write_document, path, text) for path, text in documents.items()),
-                *(partial(self._put, tree, *one) for one in first.values()),
+                *(partial(self._one.write_document, path, text) for path, text in documents.items()),
+                *(partial(self._one.put, tree, *one) for one in first.values()),
             ]
             results = side_by_side(lambda put: put(), work, TRANSFERS)
             outcomes = dict(zip(first, results[len(documents) :], strict=True))
@@ -159,7 +157,7 @@ class ObjectZarrStore(BlockStore):
             if namespace.name in self._aside:
                 return [GetOutcome.MISS] * len(blocks)
             tree = self._tree(namespace)
-            return side_by_side(lambda read: self._get(tree, *read), checked, TRANSFERS)
+            return side_by_side(lambda read: self._one.get(tree, *read), checked, TRANSFERS)
 
     def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         with self._at_work():
@@ -167,7 +165,7 @@ class ObjectZarrStore(BlockStore):
             if self._readonly or namespace.name in self._aside:
                 return [False] * len(keys)
             tree = self._tree(namespace)
-            removed = self._each(lambda key: self._delete(tree.block(key)), list(dict.fromkeys(keys)))
+            removed = self._each(lambda key: self._one.delete(tree.block(key)), list(dict.fromkeys(keys)))
         return [removed.pop(key, False) for key in keys]
 
     def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
@@ -321,7 +319,7 @@ class ObjectZarrStore(BlockStore):
         try:
             return self._documents.prepare(tree, keys), None
         except RequestFailed as failed:
-            refused = self._refused(failed)
+            refused = self._one.refused(failed)
             if refused is None:
                 raise
             return {}, refused
@@ -329,91 +327,11 @@ class ObjectZarrStore(BlockStore):
             self._set_aside(tree.namespace.name, error)
             return {}, PutOutcome.FAILED
 
-    def _write_document(self, path: str, text: bytes) -> PutOutcome:
-        try:
-            self._documents.write(path, text)
-        except RequestFailed as failed:
-            refused = self._refused(failed)
-            if refused is None:
-                raise
-            return refused
-        return PutOutcome.STORED
-
-    def _put(self, tree: NamespaceTree, block: BlockWrite, data: NDArray[np.uint8]) -> PutOutcome:
-        path, frame = tree.block(block.key), tree.frames[block.key.group]
-        refuses = self._documents.refuses_to_overwrite
-        closing = np.empty(frame.closing, np.uint8)
-        facts = BlockFacts(
-            fingerprint=tree.namespace.fingerprint,
-            key=block.key,
-            payload_bytes=frame.payload_bytes,
-            generation=0,  # numbered in tiers with a catalogue
-            created=now_ns(),
-            position=block.position,
-            parent=block.parent,
-        )
-        frame.seal(closing, data, facts)
-        parts = [data[: frame.whole], closing] if frame.whole else [closing]
-        try:
-            if (not refuses or self._lookup.believes(path)) and self._client.exists(path):
-                outcome = PutOutcome.EXISTS
-            else:
-                stored = self._client.put(path, parts, new=refuses)
-                outcome = PutOutcome.STORED if stored else PutOutcome.EXISTS
-            if outcome is PutOutcome.EXISTS and self._ages and self._has_expired(path):
-                self._client.put(path, parts, new=False)
-                outcome = PutOutcome.STORED
-        except RequestFailed as failed:
-            refused = self._refused(failed)
-            if refused is None:
-                raise
-            return refused
-        self._lookup.remember([path])
-        self._ages.used(path)
-        return outcome
-
-    def _has_expired(self, path: str) -> bool:
-        entry = self._client.look(path)
-        return entry is not None and not self._ages.alive(entry)
-
-    def _refused(self, failed: RequestFailed) -> PutOutcome | None:
-        """What a store that does answer says of one put; None for what says nothing of the block."""
-        if failed.kind not in (Kind.FULL, Kind.DENIED, Kind.REFUSED, Kind.UNSUPPORTED):
-            return None
-        if failed.kind not in self._told:
-            self._told.add(failed.kind)
-            _log.warning("%s: a block cannot be stored, and this is said once: %s", self.url, failed)
-        return PutOutcome.FULL if failed.kind is Kind.FULL else PutOutcome.FAILED
-
-    def _get(self, tree: NamespaceTree, key: BlockKey, into: NDArray[np.uint8]) -> GetOutcome:
-        path = tree.block(key)
-        data = self._client.get(path)
-        if data is not None and not _is_intact(tree, key, data, into):
-            data = self._client.get(path)  # once more: it may have been damaged on its way, and be whole where it is
-            if data is not None and not _is_intact(tree, key, data, into):
-                self._lookup.forget(path)
-                if not self._readonly:
-                    self._client.delete(path)
-                return GetOutcome.CORRUPT
-        if data is None or (self._ages and not self._ages.alive_since(path, _created(tree, key, data))):
-            self._lookup.forget(path)
-            return GetOutcome.MISS
-        self._lookup.remember([path])
-        self._ages.used(path)
-        return GetOutcome.HIT
-
-    def _delete(self, path: str) -> bool:
-        self._lookup.forget(path)
-        there = self._client.exists(path)
-        if there:
-            self._client.delete(path)
-        return there
-
     def _facts(self, tree: NamespaceTree, entries: Iterator[tuple[Listed, BlockKey]]) -> Iterator[BlockInfo]:
         def read(found: tuple[Listed, BlockKey]) -> BlockInfo | None:
             entry, key = found
             data = self._client.get(entry.path, tree.frames[key.group].whole)
-            return None if data is None else _info(tree, entry, key, data)
+            return None if data is None else info_of(tree, entry, key, data)
 
         while True:
             with self._at_work():
@@ -436,33 +354,3 @@ class DirectoryZarrStore(ObjectZarrStore):
 def _check(namespace: Namespace, keys: Sequence[BlockKey]) -> None:
     for key in keys:
         namespace.check_key(key)
-
-
-def _is_intact(tree: NamespaceTree, key: BlockKey, data: Buffer, into: NDArray[np.uint8]) -> bool:
-    """Copy the payload into the caller's buffer, and hold everything against what was asked for."""
-    frame, whole = tree.frames[key.group], as_bytes(data)
-    if whole.nbytes != frame.file_bytes:
-        return False
-    closing = whole[frame.whole :]
-    facts = frame.facts(closing)
-    if facts is None or facts.key != key or facts.fingerprint != tree.namespace.fingerprint:
-        return False
-    np.copyto(into, whole[: frame.payload_bytes])
-    return frame.payload_is_intact(closing, into)
-
-
-def _created(tree: NamespaceTree, key: BlockKey, data: Buffer) -> int:
-    """When a block that is intact was made, in ns since the epoch."""
-    frame = tree.frames[key.group]
-    facts = frame.facts(as_bytes(data)[frame.whole :])
-    return 0 if facts is None else facts.created
-
-
-def _info(tree: NamespaceTree, entry: Listed, key: BlockKey, data: Buffer) -> BlockInfo:
-    """What the end of the block says of it; of a damaged one, what the listing says."""
-    frame, closing = tree.frames[key.group], as_bytes(data)
-    facts = frame.facts(closing) if closing.nbytes == frame.closing else None
-    if facts is None or facts.key != key:
-        return BlockInfo(key, entry.size, entry.modified, entry.modified)
-    made = facts.created / 1e9
-    return BlockInfo(key, entry.size, made, made, position=facts.position, parent=facts.parent)

@@ -1,0 +1,197 @@
+"""A put into LMDB: what is there already, room for the rest, and one transaction for each chunk.
+
+    put_many ──chunks──► Puts.put ──► evict, in a transaction before ──► the blocks and what the catalogue knows of them
+
+No page may be free although there is room under the cap: LMDB uses pages again two commits after they were freed, and
+not while a reader is older than that. So a put tries several times (`Puts.patiently`), and makes such commits itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+import lmdb
+import numpy as np
+
+from kvstore.catalog import Entry
+from kvstore.types import NO_POSITION, BlockWrite, PutOutcome
+from kvstore_lmdb.entry import HEADER_BYTES, Bytes, fill
+from kvstore_lmdb.opening import BLOCKS, Tier, evict, tree_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator
+
+    from typing_extensions import Buffer
+
+    from kvstore.catalog import Totals
+    from kvstore.namespace import Namespace
+
+__all__ = ["Puts", "Staged", "chunks"]
+
+T = TypeVar("T")
+
+_ATTEMPTS = 7
+"""How often a put makes room and tries, before it says FULL; 1, 2, 4, … ms lie between, for readers to end in."""
+
+_SPARE = 8
+"""Staging buffers kept for the next put, a chunk each."""
+
+_Item = tuple["Buffer", "Buffer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """One block of a put; `place` is its index there, `size` what it will occupy."""
+
+    place: int
+    block: BlockWrite
+    payload: Bytes
+    address: bytes
+    size: int
+
+
+class Puts:
+    """The puts of one open tier. Thread-safe. Every call raises OSError or `lmdb.Error` where the device cannot."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._blocks = tier.environment.databases[BLOCKS]
+        self._spare: list[Bytes] = []
+
+    def close(self) -> None:
+        """Let go of memory."""
+        self._spare.clear()
+
+    def put(self, namespace: Namespace, blocks: list[Staged], now: int) -> list[PutOutcome]:
+        """Put one chunk, whose blocks have been checked; one outcome each, in order."""
+        catalog = self._tier.catalog
+        try:
+            with catalog.read() as snapshot:
+                there = snapshot.contains([block.address for block in blocks])
+                totals = snapshot.totals()
+            catalog.note((block.address for block, known in zip(blocks, there, strict=True) if known), hits=0)
+            fresh = [block for block, known in zip(blocks, there, strict=True) if not known]
+            stored = iter(self._put_fresh(namespace, fresh, totals, now) if fresh else ())
+        except OSError as error:
+            failed = PutOutcome.FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else PutOutcome.FAILED
+            return [failed] * len(blocks)
+        return [PutOutcome.EXISTS if known else next(stored) for known in there]
+
+    def _put_fresh(self, namespace: Namespace, blocks: list[Staged], totals: Totals, now: int) -> list[PutOutcome]:
+        need = sum(block.size for block in blocks)
+        if not self._can_fit(need, totals):
+            if len(blocks) == 1:
+                return [PutOutcome.FULL]
+            middle = len(blocks) // 2
+            first = self._put_fresh(namespace, blocks[:middle], totals, now)
+            with self._tier.catalog.read() as snapshot:
+                totals = snapshot.totals()
+            return first + self._put_fresh(namespace, blocks[middle:], totals, now)
+        with self._staging(sum(HEADER_BYTES + block.payload.nbytes for block in blocks)) as memory:
+            items: list[_Item] = []
+            end = 0
+            for block in blocks:
+                start, end = end, end + HEADER_BYTES + block.payload.nbytes
+                value = memory[start:end]
+                fill(value, namespace, block.block.key, block.payload, now)
+                items.append((block.address, value.data))
+            won = self.patiently(partial(self._store_in_room, namespace, blocks, items, now))
+        if won is None:
+            return [PutOutcome.FULL] * len(blocks)
+        return [PutOutcome.STORED if first else PutOutcome.EXISTS for first in won]
+
+    def _can_fit(self, need: int, totals: Totals) -> bool:
+        """Whether `need` bytes find room, if need be after an eviction."""
+        space = self._tier.current_space()
+        with self._tier.environment.read() as txn:
+            room = space.room(totals, tree_bytes(self._tier.catalog, txn))
+        evictable = 0 if totals.capacity is None else totals.evictable
+        return room is None or need + space.slack(need, 0) <= room + evictable
+
+    def patiently(self, act: Callable[[int], T | None]) -> T | None:
+        """`act` with the number of the attempt, again while LMDB or the disk has no page or the result is None."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                result = act(attempt)
+            except (lmdb.MapFullError, OSError) as error:
+                if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                self._ripen()
+                time.sleep(0.001 * 2**attempt)
+                continue
+            if result is not None:
+                return result
+        return None
+
+    def _store_in_room(
+        self, namespace: Namespace, blocks: list[Staged], items: list[_Item], now: int, attempt: int
+    ) -> list[bool] | None:
+        space = self._tier.current_space()
+        need = sum(block.size for block in blocks)
+        room = need + space.slack(need, attempt)
+        while evict(self._tier.catalog, space, room=room, most=max(need, space.chunk)):
+            pass
+        return self._store(namespace, blocks, items, now)
+
+    def _store(self, namespace: Namespace, blocks: list[Staged], items: list[_Item], now: int) -> list[bool] | None:
+        """The transaction of a put: which blocks were new, or None if another process has taken the room."""
+        entries = [_entry(block, now) for block in blocks]
+        with self._tier.catalog.write() as change:
+            room = change.totals().room
+            if room is not None and room < sum(block.size for block in blocks):
+                return None
+            change.add_namespace(namespace)
+            won = change.publish(entries)
+            change.txn.cursor(self._blocks).putmulti([item for item, new in zip(items, won, strict=True) if new])
+            change.set_overhead(self._tier.space.overhead(tree_bytes(self._tier.catalog, change.txn)))
+        return won
+
+    def _ripen(self) -> None:
+        """Two small commits, after which LMDB uses pages again that were freed before them."""
+        environment = self._tier.environment
+        environment.check_readers()
+        with suppress(lmdb.MapFullError, OSError):
+            for _ in range(2):
+                with environment.write() as txn:
+                    txn.put(b"tick", time.time_ns().to_bytes(8, "little"), db=environment.databases["info"])
+
+    @contextmanager
+    def _staging(self, nbytes: int) -> Generator[Bytes]:
+        """Memory in which header and payload stand together, as LMDB wants them; kept for the next put."""
+        try:
+            memory = self._spare.pop()
+        except IndexError:
+            memory = np.empty(0, np.uint8)
+        if memory.nbytes < nbytes:
+            memory = np.empty(nbytes, np.uint8)
+        yield memory[:nbytes]
+        if len(self._spare) < _SPARE:
+            self._spare.append(memory)
+
+
+def _entry(staged: Staged, now: int) -> Entry:
+    """What the catalogue is to know. A prefix that came at once is to go from its end, for it is of use up to its first
+    gap; blocks whose place is not known go in the order in which they came.
+    """
+    block = staged.block
+    when = now + staged.place if block.position == NO_POSITION else now - block.position
+    return Entry(staged.address, staged.size, when, when, position=block.position, parent=block.parent)
+
+
+def chunks(blocks: list[Staged], most: int) -> Iterator[list[Staged]]:
+    """Blocks in order, together at most `most` bytes or one block."""
+    chunk: list[Staged] = []
+    filled = 0
+    for block in blocks:
+        if chunk and filled + block.size > most:
+            yield chunk
+            chunk, filled = [], 0
+        chunk.append(block)
+        filled += block.size
+    if chunk:
+        yield chunk

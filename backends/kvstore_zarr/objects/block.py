@@ -1,0 +1,155 @@
+"""One block of an object store, by one request each way: framed and put, read and held against what was asked for."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.layout import as_bytes
+from kvstore.objects.faults import Kind, RequestFailed
+from kvstore.retention import now_ns
+from kvstore.types import BlockInfo, GetOutcome, PutOutcome
+from kvstore_zarr.format import BlockFacts
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from typing_extensions import Buffer
+
+    from kvstore.objects.client import Listed, ObjectClient
+    from kvstore.types import BlockKey, BlockWrite
+    from kvstore.url import TierURL
+    from kvstore_zarr.metadata import NamespaceTree
+    from kvstore_zarr.objects.ages import Ages
+    from kvstore_zarr.objects.documents import Documents
+    from kvstore_zarr.objects.lookup import Lookup
+
+__all__ = ["OneBlock", "info_of"]
+
+_log = logging.getLogger("kvstore.objects")
+
+
+class OneBlock:
+    """What a store does with single blocks. Thread-safe; raises `RequestFailed` where the store cannot tell."""
+
+    def __init__(
+        self, client: ObjectClient, documents: Documents, lookup: Lookup, ages: Ages, url: TierURL, *, readonly: bool
+    ) -> None:
+        self._client, self._documents, self._lookup, self._ages = client, documents, lookup, ages
+        self._url, self._readonly = url, readonly
+        self._told: set[Kind] = set()
+
+    def write_document(self, path: str, text: bytes) -> PutOutcome:
+        """Put a `zarr.json`; what became of it."""
+        try:
+            self._documents.write(path, text)
+        except RequestFailed as failed:
+            refused = self.refused(failed)
+            if refused is None:
+                raise
+            return refused
+        return PutOutcome.STORED
+
+    def put(self, tree: NamespaceTree, block: BlockWrite, data: NDArray[np.uint8]) -> PutOutcome:
+        """Put one block, whose bytes are `data`, unless one that has not expired is there."""
+        path, frame = tree.block(block.key), tree.frames[block.key.group]
+        refuses = self._documents.refuses_to_overwrite
+        closing = np.empty(frame.closing, np.uint8)
+        facts = BlockFacts(
+            fingerprint=tree.namespace.fingerprint,
+            key=block.key,
+            payload_bytes=frame.payload_bytes,
+            generation=0,  # numbered in tiers with a catalogue
+            created=now_ns(),
+            position=block.position,
+            parent=block.parent,
+        )
+        frame.seal(closing, data, facts)
+        parts = [data[: frame.whole], closing] if frame.whole else [closing]
+        try:
+            if (not refuses or self._lookup.believes(path)) and self._client.exists(path):
+                outcome = PutOutcome.EXISTS
+            else:
+                stored = self._client.put(path, parts, new=refuses)
+                outcome = PutOutcome.STORED if stored else PutOutcome.EXISTS
+            if outcome is PutOutcome.EXISTS and self._ages and self._has_expired(path):
+                self._client.put(path, parts, new=False)
+                outcome = PutOutcome.STORED
+        except RequestFailed as failed:
+            refused = self.refused(failed)
+            if refused is None:
+                raise
+            return refused
+        self._lookup.remember([path])
+        self._ages.used(path)
+        return outcome
+
+    def _has_expired(self, path: str) -> bool:
+        entry = self._client.look(path)
+        return entry is not None and not self._ages.alive(entry)
+
+    def refused(self, failed: RequestFailed) -> PutOutcome | None:
+        """What a store that does answer says of one put; None for what says nothing of the block."""
+        if failed.kind not in (Kind.FULL, Kind.DENIED, Kind.REFUSED, Kind.UNSUPPORTED):
+            return None
+        if failed.kind not in self._told:
+            self._told.add(failed.kind)
+            _log.warning("%s: a block cannot be stored, and this is said once: %s", self._url, failed)
+        return PutOutcome.FULL if failed.kind is Kind.FULL else PutOutcome.FAILED
+
+    def get(self, tree: NamespaceTree, key: BlockKey, into: NDArray[np.uint8]) -> GetOutcome:
+        """Read one block into `into`; one that is damaged, and still is when it is read again, is removed."""
+        path = tree.block(key)
+        data = self._client.get(path)
+        if data is not None and not _is_intact(tree, key, data, into):
+            data = self._client.get(path)  # once more: it may have been damaged on its way, and be whole where it is
+            if data is not None and not _is_intact(tree, key, data, into):
+                self._lookup.forget(path)
+                if not self._readonly:
+                    self._client.delete(path)
+                return GetOutcome.CORRUPT
+        if data is None or (self._ages and not self._ages.alive_since(path, _created(tree, key, data))):
+            self._lookup.forget(path)
+            return GetOutcome.MISS
+        self._lookup.remember([path])
+        self._ages.used(path)
+        return GetOutcome.HIT
+
+    def delete(self, path: str) -> bool:
+        """Remove the object at `path`; whether there was one."""
+        self._lookup.forget(path)
+        there = self._client.exists(path)
+        if there:
+            self._client.delete(path)
+        return there
+
+
+def _is_intact(tree: NamespaceTree, key: BlockKey, data: Buffer, into: NDArray[np.uint8]) -> bool:
+    """Copy the payload into the caller's buffer, and hold everything against what was asked for."""
+    frame, whole = tree.frames[key.group], as_bytes(data)
+    if whole.nbytes != frame.file_bytes:
+        return False
+    closing = whole[frame.whole :]
+    facts = frame.facts(closing)
+    if facts is None or facts.key != key or facts.fingerprint != tree.namespace.fingerprint:
+        return False
+    np.copyto(into, whole[: frame.payload_bytes])
+    return frame.payload_is_intact(closing, into)
+
+
+def _created(tree: NamespaceTree, key: BlockKey, data: Buffer) -> int:
+    """When a block that is intact was made, in ns since the epoch."""
+    frame = tree.frames[key.group]
+    facts = frame.facts(as_bytes(data)[frame.whole :])
+    return 0 if facts is None else facts.created
+
+
+def info_of(tree: NamespaceTree, entry: Listed, key: BlockKey, data: Buffer) -> BlockInfo:
+    """What the end of the block says of it; of a damaged one, what the listing says."""
+    frame, closing = tree.frames[key.group], as_bytes(data)
+    facts = frame.facts(closing) if closing.nbytes == frame.closing else None
+    if facts is None or facts.key != key:
+        return BlockInfo(key, entry.size, entry.modified, entry.modified)
+    made = facts.created / 1e9
+    return BlockInfo(key, entry.size, made, made, position=facts.position, parent=facts.parent)
