@@ -250,7 +250,8 @@ def test_what_has_not_begun_when_the_target_is_full_never_does(source: BlockStor
         target.plan["put"] = put
         report = copy(source, target, threads=1, advance=lambda _: told.set())
         assert report.full
-        assert len([verb for verb, _ in target.calls if verb == "put"]) == 2
+        # The second had begun when the first told that there is no room, or had not; of the others none ever does.
+        assert len([verb for verb, _ in target.calls if verb == "put"]) in (1, 2)
 
 
 def test_an_error_of_a_store_ends_the_copy_and_starts_nothing_more(source: BlockStore) -> None:
