@@ -42,7 +42,9 @@ def test_a_block_that_only_the_second_tier_has_comes_from_there(tmp_path: Path) 
         engine.store(names[:4])
     with Driver([first, second], rows=8) as engine:
         assert engine.load(names) == 8
-        assert [tier._tier.stats().loads for tier in engine.tiers] == [4, 4]
+        loads = [tier._tier.stats().loads for tier in engine.tiers]
+        assert sum(loads) == 8
+        assert loads[1] >= 4, "and whatever the first was asked for and had not answered yet: vLLM takes the first yes"
 
 
 @pytest.mark.parametrize("kind", ["file", "lmdb", "memory"])
