@@ -92,12 +92,15 @@ EVENTS: Option[bool] = Option(
 NAMESPACE: Option[str | None] = Option(
     "namespace", _name, None, "a name for what may share blocks, in place of the engine's identity; engines must agree"
 )
-
 ARCHIVES: Option[tuple[TierURL, ...]] = Option(
     "archives",
     _urls,
     (),
     "a list of archives (URLs) that are restored into the tier from the start; see kvstore archive",
+)
+
+ALLOW_PINS: Option[bool] = Option(
+    "allow_pins", boolean, True, "false: what requests say of pins is passed over; kvstore pin is the operator's"
 )
 
 KNOWN: tuple[Option[Any], ...] = (
@@ -112,6 +115,7 @@ KNOWN: tuple[Option[Any], ...] = (
     EVENTS,
     NAMESPACE,
     ARCHIVES,
+    ALLOW_PINS,
 )
 """All of them; `type`, `module_path` and `backpressure` are vLLM's own."""
 
@@ -130,6 +134,7 @@ class TierOptions:
     enable_kv_events: bool
     namespace: str | None
     archives: tuple[TierURL, ...]
+    allow_pins: bool
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
@@ -77,14 +78,16 @@ class _Request:
 
 class Requests:
     """Those of one tier. `chunk_tokens` are the tokens of one key, by KV-cache group. `refused` is how many requests
-    said something that cannot be understood; the first is logged, and nothing of it is done.
+    said something that cannot be understood, of which nothing is done, or asked for a pin that `allow_pins` forbids,
+    of which the rest is done; the first is logged.
 
     Threads: one at a time makes all calls; none of them waits, nor looks at each key of a request.
     """
 
-    def __init__(self, tier: SecondaryTier, chunk_tokens: Sequence[int]) -> None:
+    def __init__(self, tier: SecondaryTier, chunk_tokens: Sequence[int], *, allow_pins: bool = True) -> None:
         self._tier = tier
         self._chunk_tokens = chunk_tokens
+        self._allow_pins = allow_pins
         self._open: dict[str, _Request] = {}
         self.refused = 0
 
@@ -94,17 +97,20 @@ class Requests:
         try:
             mark = said(context.kv_transfer_params)
         except ValueError as error:
-            self.refused += 1
-            if self.refused == 1:
-                log.warning(
-                    "%s: kv_transfer_params[%r] of request %s is passed over: %s. What can be said: "
-                    '{"label": "…", "pin": true, "tenant": "…"} (said once; vllm:kvstore_refused_params counts)',
-                    self._tier.url,
-                    PARAMS,
-                    context.req_id,
-                    error,
-                )
+            self._refuse(context, "is passed over", error)
+        if mark is not None and mark.pinned and not self._allow_pins:
+            mark = replace(mark, pinned=False)
+            self._refuse(context, "pins nothing", "the tier's option allow_pins is false")
         self._open[context.req_id] = _Request(mark)
+
+    def _refuse(self, context: ReqContext, what: str, why: object) -> None:
+        self.refused += 1
+        if self.refused == 1:
+            log.warning(
+                "%s: kv_transfer_params[%r] of request %s %s: %s. What can be said: "
+                '{"label": "…", "pin": true, "tenant": "…"} (said once; vllm:kvstore_refused_params counts)',
+                *(self._tier.url, PARAMS, context.req_id, what, why),
+            )
 
     def mark_of(self, context: ReqContext) -> Mark | None:
         """What it says of its blocks."""

@@ -102,7 +102,7 @@ class KVStoreTier(SecondaryTierManager):
     ) -> None:
         check_version()
         super().__init__(*base_arguments(offloading_spec, primary_kv_view, tier_type, backpressure_detector))
-        chosen = TierOptions.of(options)
+        self._options = chosen = TierOptions.of(options)
         self.locality = None if chosen.locality is None else Locality(chosen.locality)
         rows, row_bytes = primary_kv_view.shape or (0, 0)
         self._namespace = _namespace(offloading_spec, row_bytes, chosen.namespace)
@@ -112,7 +112,7 @@ class KVStoreTier(SecondaryTierManager):
         self._lookups = Lookups(self._tier.ask, rows, self._beyond_primary)
         self._last_token = last_token(offloading_spec, rows)
         self._jobs = Jobs()
-        self._requests = Requests(self._tier, chunk_tokens(offloading_spec))
+        self._requests = Requests(self._tier, chunk_tokens(offloading_spec), allow_pins=chosen.allow_pins)
         self._metrics = Metrics(chosen.url)
         self._seen_keys = False
         self._events: list[OffloadingEvent] | None = [] if _announces(offloading_spec, chosen) else None
@@ -268,6 +268,9 @@ class KVStoreTier(SecondaryTierManager):
         if MIN_DIGEST_BYTES <= digest_bytes <= MAX_DIGEST_BYTES and digest_bytes != self._namespace.digest_bytes:
             self._namespace = replace(self._namespace, digest_bytes=digest_bytes)
             self._tier.use(self._namespace)
+            if self.warming is not None:  # it compared archives with the guess
+                self.warming.stop(0.0)
+                self.warming = self._options.begin_warming(self._namespace)
 
     def _beyond_primary(self, key: bytes, request: ReqContext) -> bool:
         return positions_of(request).get(key, 0) > self._last_token

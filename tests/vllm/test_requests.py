@@ -139,3 +139,16 @@ def test_bad_parameters_are_one_warning_counted_and_no_error(tmp_path: Path, cap
     assert '{"label": "…", "pin": true, "tenant": "…"}' in told[0]
     assert "'a text'" in told[0]
     assert set(marks_in(f"file://{tmp_path}/file").values()) == {()}
+
+
+def test_where_pins_are_the_operators_a_request_keeps_its_label_and_pins_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        Driver([tier("file", tmp_path, allow_pins=False)], rows=16) as engine,
+        caplog.at_level(logging.WARNING, "kvstore"),
+    ):
+        engine.store(keys(2), params={"kvstore": {"label": "handbook", "pin": True, "tenant": "acme"}})
+        assert engine.tiers[0]._requests.refused == 1
+    assert "pins nothing: the tier's option allow_pins is false" in caplog.text
+    assert set(marks_in(f"file://{tmp_path}/file").values()) == {(Mark("handbook", tenant="acme"),)}

@@ -16,14 +16,15 @@ if TYPE_CHECKING:
     import pytest
 
 PROMPT = keys(6)
+SHORT = keys(6, digest_bytes=16)
 PARAMS = {"kvstore": {"label": "handbook"}}
 
 
-def archived(folder: Path, **options: Any) -> str:
+def archived(folder: Path, names: list[bytes] = PROMPT, **options: Any) -> str:
     """An archive of a prompt that an engine computed."""
     tier, archive = f"file://{folder}/old", f"file://{folder}/archives/handbook"
     with Driver([kvstore_tier(tier)], **options) as engine:
-        engine.store(PROMPT, params=PARAMS)
+        engine.store(names, params=PARAMS)
     with open_store(tier) as store:
         (space,) = store.namespaces()
         create(archive, store, space, select(store, space, label="handbook"), label="handbook")
@@ -35,6 +36,17 @@ def test_the_first_request_of_a_new_engine_finds_them(tmp_path: Path) -> None:
     with Driver([{**kvstore_tier(f"lmdb://{tmp_path}/new"), "archives": [archive]}]) as engine:
         assert engine.tiers[0].warming.wait(10)
         assert engine.load(PROMPT) == len(PROMPT)
+
+
+def test_how_long_digests_are_is_seen_at_the_first_key_and_the_archives_are_compared_again(tmp_path: Path) -> None:
+    archive = archived(tmp_path, SHORT)
+    with Driver([{**kvstore_tier(f"lmdb://{tmp_path}/new"), "archives": [archive]}]) as engine:
+        assert engine.tiers[0].warming.wait(10)
+        assert "digest" in engine.tiers[0].warming.errors[archive]
+        engine.load(SHORT)
+        assert engine.tiers[0].warming.wait(10)
+        assert engine.tiers[0].warming.errors == {}
+        assert engine.load(SHORT) == len(SHORT)
 
 
 def test_one_of_other_blocks_is_a_warning_and_the_engine_serves(
