@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from kvstore.archive.errors import NamespaceMismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from kvstore.namespace import Namespace
 
-__all__ = ["Difference", "check_namespace", "differences"]
+__all__ = ["Difference", "check_namespace", "check_one_of", "differences"]
 
 _LONGEST = 120
 
@@ -45,6 +45,12 @@ def check_namespace(ours: Namespace, theirs: Namespace, archive: str) -> None:
             f"{archive}: its blocks are of another namespace ({theirs.name}, here {ours.name}) and would never be"
             f" asked for. What differs:{listing}\nArchive the prefix from an engine of this configuration"
         )
+
+
+def check_one_of(ours: Sequence[Namespace], theirs: Namespace, archive: str) -> None:
+    """`check_namespace` against the one of `ours` that is most alike; nothing where there is none."""
+    if ours:
+        check_namespace(min(ours, key=lambda one: len(differences(one, theirs))), theirs, archive)
 
 
 def _flat(manifest: Mapping[str, Any]) -> dict[str, object]:

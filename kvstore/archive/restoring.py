@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.archive.creating import READERS
 from kvstore.archive.document import silent
-from kvstore.archive.matching import check_namespace
+from kvstore.archive.matching import check_namespace, check_one_of
 from kvstore.archive.reading import Archive, open_archive
-from kvstore.errors import StoreFullError
+from kvstore.errors import ConfigurationError, StoreFullError
 from kvstore.marks import Mark, MarkOutcome
 from kvstore.objects.side import side_by_side
 from kvstore.types import BlockWrite, PutOutcome
@@ -46,7 +46,8 @@ class RestoreReport:
 
     `restored` were written, `there` the tier had already, `corrupt` are damaged in the archive and were not written,
     `refused` the tier did not take (`full`: for want of room, after which no more were tried). `labelled` have the
-    archive's label now; None where it has none, or the tier keeps none.
+    archive's label and the tenant that was given now; None where there is neither, or the tier keeps none. `pinned` are
+    pinned under it; None where that was not asked for.
     """
 
     archive: ArchiveInfo
@@ -56,11 +57,12 @@ class RestoreReport:
     refused: int
     full: bool
     labelled: int | None
+    pinned: int | None = None
 
     @property
     def complete(self) -> bool:
-        """Whether the tier has all blocks of the archive now."""
-        return self.restored + self.there == self.archive.blocks
+        """Whether the tier has all blocks of the archive now, pinned where that was asked for."""
+        return self.restored + self.there == self.archive.blocks and self.pinned in (None, self.archive.blocks)
 
 
 def restore(
@@ -68,56 +70,85 @@ def restore(
     store: BlockStore,
     *,
     namespace: Namespace | None = None,
+    tenant: str = "",
+    pin: bool = False,
     progress: Callable[[int], object] | None = None,
 ) -> RestoreReport:
     """Put the blocks of an archive into `store`, under the keys that they have, and mark them with its label.
 
     What is there is not written again, so that an interrupted call is continued by the same call. With `namespace`, an
-    archive of another one raises `NamespaceMismatchError`, before anything is written. `progress` is told of numbers
-    of blocks that are done. Memory: two shards, about 128 MiB.
+    archive of another one raises `NamespaceMismatchError`, before anything is written. An archive keeps neither tenants
+    nor pins: `tenant` says whose the blocks are here, `pin` that they stay, as far as pins go (`kvstore.marks`).
+    `progress` is told of numbers of blocks that are done. Memory: two shards, about 128 MiB.
 
-    Raises what `open_archive` raises, `StoreFullError` for a tier whose capacity is less than the archive, and what
-    the store raises.
+    Raises what `open_archive` raises, `StoreFullError` for a tier whose capacity is less than the archive,
+    `ConfigurationError` where it keeps no marks and is to, or the archive has no label to pin by, and what the store
+    raises.
     """
     with open_archive(archive_url) as archive:
         if namespace is not None:
             check_namespace(namespace, archive.namespace, archive.info.url)
-        return restore_archive(archive, store, progress=progress)
+        return restore_archive(archive, store, tenant=tenant, pin=pin, progress=progress)
 
 
 def warm(
     store: BlockStore,
-    namespace: Namespace,
+    namespace: Namespace | None,
     archive_urls: Sequence[str | Mapping[str, Any] | TierURL],
     *,
+    tenant: str = "",
+    pin: bool = False,
     progress: Callable[[int], object] | None = None,
 ) -> list[RestoreReport]:
     """`restore` several archives for an engine whose blocks are in `namespace`; one report for each, in order.
 
+    None: for whichever engines have blocks in `store`. One where there is none yet takes every archive.
+
     An archive that is of no use there raises `NamespaceMismatchError`, which names each field that differs, before any
     of them is restored.
     """
+    ours = store.namespaces() if namespace is None else [namespace]
     for url in archive_urls:
         with open_archive(url) as archive:
-            check_namespace(namespace, archive.namespace, archive.info.url)
-    return [restore(url, store, namespace=namespace, progress=progress) for url in archive_urls]
+            check_one_of(ours, archive.namespace, archive.info.url)
+            _mark_of(archive, store, tenant, pin)
+    return [restore(url, store, tenant=tenant, pin=pin, progress=progress) for url in archive_urls]
 
 
 def restore_archive(
     archive: Archive,
     store: BlockStore,
     *,
+    tenant: str = "",
+    pin: bool = False,
     progress: Callable[[int], object] | None = None,
     stopped: Callable[[], bool] | None = None,
 ) -> RestoreReport:
     """`restore` of an open archive; `stopped` is asked between shards whether to end early."""
+    mark = _mark_of(archive, store, tenant, pin)
     capacity = store.usage().capacity
     if capacity is not None and archive.info.nbytes > capacity:
         raise StoreFullError(
             f"{store.url} has a capacity of {format_size(capacity)}, less than the"
             f" {format_size(archive.info.nbytes)} of {archive.info.url}: restore it into a larger tier"
         )
-    return _Restoration(archive, store, progress or silent, stopped or _never).run()
+    return _Restoration(archive, store, mark, progress or silent, stopped or _never).run()
+
+
+def _mark_of(archive: Archive, store: BlockStore, tenant: str, pin: bool) -> Mark:
+    """What is said of the blocks; nothing in a store that keeps none. Raises `ConfigurationError`."""
+    label = archive.info.label
+    if (tenant or pin) and not store.capabilities.marks:
+        raise ConfigurationError(f"{store.url} keeps neither tenants nor pins: use a file:// or lmdb:// tier")
+    if pin and not label:
+        raise ConfigurationError(
+            f"{archive.info.url} has no label, by which pins are taken back: restore it without, and pin the blocks"
+            " with `kvstore pin --keys`"
+        )
+    try:
+        return Mark(label, pinned=pin, tenant=tenant) if store.capabilities.marks else Mark()
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
 
 
 class _Ahead:
@@ -146,9 +177,14 @@ class _Restoration:
     """One archive on its way into one tier, by the calling thread with helpers."""
 
     def __init__(
-        self, archive: Archive, store: BlockStore, progress: Callable[[int], object], stopped: Callable[[], bool]
+        self,
+        archive: Archive,
+        store: BlockStore,
+        mark: Mark,
+        progress: Callable[[int], object],
+        stopped: Callable[[], bool],
     ) -> None:
-        self._archive, self._store, self._progress, self._stopped = archive, store, progress, stopped
+        self._archive, self._store, self._mark, self._progress, self._stopped = archive, store, mark, progress, stopped
         self._counts: Counter[PutOutcome] = Counter()
         self._there = self._corrupt = 0
 
@@ -197,6 +233,7 @@ class _Restoration:
         return outcomes, len(places) - len(writes)
 
     def _report(self) -> RestoreReport:
+        said = self._marked()
         return RestoreReport(
             archive=self._archive.info,
             restored=self._counts[PutOutcome.STORED],
@@ -204,19 +241,19 @@ class _Restoration:
             corrupt=self._corrupt,
             refused=self._counts[PutOutcome.FULL] + self._counts[PutOutcome.FAILED],
             full=bool(self._counts[PutOutcome.FULL]),
-            labelled=self._label(),
+            labelled=None if said is None else said[MarkOutcome.MARKED] + said[MarkOutcome.UNPINNED],
+            pinned=None if said is None or not self._mark.pinned else said[MarkOutcome.MARKED],
         )
 
-    def _label(self) -> int | None:
-        label = self._archive.info.label
-        if not label or not self._store.capabilities.marks:
+    def _marked(self) -> Counter[MarkOutcome] | None:
+        if self._mark == Mark():
             return None
         keys: list[BlockKey] = self._archive.keys
-        marked = 0
+        said: Counter[MarkOutcome] = Counter()
         for start in range(0, len(keys), MARKS_AT_ONCE):
-            outcomes = self._store.mark_many(self._archive.namespace, keys[start : start + MARKS_AT_ONCE], Mark(label))
-            marked += outcomes.count(MarkOutcome.MARKED)
-        return marked
+            some = keys[start : start + MARKS_AT_ONCE]
+            said.update(self._store.mark_many(self._archive.namespace, some, self._mark))
+        return said
 
 
 def _never() -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvstore.abc import BlockStore
@@ -23,9 +24,23 @@ if TYPE_CHECKING:
 
     from kvstore.namespace import Namespace
 
-__all__ = ["Warming"]
+__all__ = ["Warmed", "Warming"]
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """What became of archives so far.
+
+    `restored`: archives all of whose blocks the tier has now; `failed`: those of which it has not all, or none;
+    `waiting`: those that are under way or still to come; `blocks`: what was written of them.
+    """
+
+    restored: int = 0
+    failed: int = 0
+    waiting: int = 0
+    blocks: int = 0
 
 
 class Warming:
@@ -55,6 +70,18 @@ class Warming:
     def done(self) -> bool:
         """Whether nothing is under way any more."""
         return not self._thread.is_alive()
+
+    @property
+    def warmed(self) -> Warmed:
+        """What became of the archives so far."""
+        done, reports, errors = self.done, self.reports[:], len(self.errors)
+        complete = sum(report.complete for report in reports)
+        return Warmed(
+            restored=complete,
+            failed=len(reports) - complete + errors,
+            waiting=0 if done else max(0, len(self.archives) - len(reports) - errors),
+            blocks=sum(report.restored for report in reports),
+        )
 
     def wait(self, timeout: float) -> bool:
         """Wait until it is over; False if `timeout` seconds were not enough."""

@@ -19,9 +19,12 @@ __all__ = ["address_json", "facts_json", "matching_namespaces"]
 def matching_namespaces(store: BlockStore, prefix: str) -> list[Namespace]:
     """The store's namespaces whose names start with `prefix`; a usage error where none does."""
     spaces = store.namespaces()
+    if not spaces:
+        sought = f": no namespace starts with {prefix!r}" if prefix else ""
+        raise click.UsageError(f"{store.url}: nothing was stored there yet{sought}")
     matching = [space for space in spaces if space.name.startswith(prefix.lower())]
     if not matching:
-        listing = ", ".join(sorted(space.name for space in spaces)) or "none"
+        listing = ", ".join(sorted(space.name for space in spaces))
         raise click.UsageError(f"{store.url}: no namespace starts with {prefix!r}. There are: {listing}")
     return matching
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvstore.archive import ArchiveInfo, RestoreReport, Selection
     from kvstore.namespace import Namespace
 
-__all__ = ["archive", "exit_as", "report_json", "show_reports"]
+__all__ = ["archive", "exit_as", "marking", "report_json", "show_reports"]
 
 _HELP = "Machine-readable output: one JSON value on stdout, nothing else there."
 
@@ -36,6 +36,12 @@ def _or_of_group(ctx: click.Context, _: click.Parameter, wanted: bool) -> bool:
 _json: Callable[[Callable[..., Any]], Callable[..., Any]] = click.option(
     "--json", "as_json", is_flag=True, callback=_or_of_group, help=_HELP
 )
+
+
+def marking(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that say what is to hold of restored blocks, which archives do not keep."""
+    pin = click.option("--pin", is_flag=True, help="Pin the blocks, as far as a tier's pins go, under their label.")
+    return click.option("--tenant", default="", help="Say that the blocks are this tenant's.")(pin(command))
 
 
 @click.group(
@@ -212,20 +218,23 @@ def verify(ctx: click.Context, archive_url: str, as_json: bool) -> None:
 )
 @click.argument("archive_url")
 @click.option("--to", "tier_url", required=True, metavar="TIER_URL", help="The tier that is to have the blocks.")
+@marking
 @_json
 @click.pass_context
-def restore(ctx: click.Context, archive_url: str, tier_url: str, as_json: bool) -> None:
+def restore(
+    ctx: click.Context, archive_url: str, tier_url: str, as_json: bool, tenant: str, pin: bool
+) -> None:  # fmt: skip
     """Put the blocks of the archive at ARCHIVE_URL into a tier, with their positions and their label.
 
     What the tier has is not written again, and what is damaged is not written at all. Exit code 1 when not all blocks
-    are in the tier in the end, 4 when it was full.
+    are in the tier in the end (with --pin, pinned), 4 when it was full.
     """
     from kvstore import archive as archives
 
     with archives.open_archive(archive_url) as opened:
         blocks = opened.info.blocks
     with open_store(tier_url) as store, progress("restoring", blocks) as advance:
-        report = archives.restore(archive_url, store, progress=advance)
+        report = archives.restore(archive_url, store, tenant=tenant, pin=pin, progress=advance)
     show_reports([report], str(store.url), as_json=as_json, several=False)
     exit_as(ctx, [report])
 
@@ -261,6 +270,7 @@ def report_json(report: RestoreReport) -> dict[str, Any]:
         "refused": report.refused,
         "full": report.full,
         "labelled": report.labelled,
+        "pinned": report.pinned,
     }
 
 
@@ -269,14 +279,14 @@ def show_reports(reports: Sequence[RestoreReport], tier: str, *, as_json: bool, 
     if as_json:
         emit_json([report_json(report) for report in reports] if several else report_json(reports[0]))
         return
-    columns = ("archive", ">blocks", ">restored", ">already there", ">corrupt", ">refused", ">labelled")
+    columns = ("archive", ">blocks", ">restored", ">already there", ">corrupt", ">refused", ">labelled", ">pinned")
     print_table(
         tier,
         columns,
         (
             (
                 one.archive.url, str(one.archive.blocks), str(one.restored), str(one.there), str(one.corrupt),
-                str(one.refused), "-" if one.labelled is None else str(one.labelled),
+                str(one.refused), *("-" if number is None else str(number) for number in (one.labelled, one.pinned)),
             )
             for one in reports
         ),

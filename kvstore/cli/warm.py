@@ -6,7 +6,7 @@ import click
 
 from kvstore.cli._common import json_option, progress
 from kvstore.cli._names import matching_namespaces
-from kvstore.cli.archive import exit_as, show_reports
+from kvstore.cli.archive import exit_as, marking, show_reports
 from kvstore.registry import open_store
 
 __all__ = ["warm"]
@@ -20,16 +20,21 @@ __all__ = ["warm"]
     "--namespace",
     "prefix",
     metavar="PREFIX",
-    help="Take archives of the tier's namespace whose name starts so, and refuse others, with what differs.",
+    help="Take archives of the tier's namespace whose name starts so; default: of any namespace that it has.",
 )
+@marking
 @click.argument("archive_urls", metavar="ARCHIVE_URL...", nargs=-1, required=True)
 @json_option
 @click.pass_context
-def warm(ctx: click.Context, tier_url: str, prefix: str | None, archive_urls: tuple[str, ...], as_json: bool) -> None:
+def warm(
+    ctx: click.Context, tier_url: str, prefix: str | None, archive_urls: tuple[str, ...], as_json: bool,
+    tenant: str, pin: bool,
+) -> None:  # fmt: skip
     """Restore archives into the tier at TIER_URL, in order.
 
-    With --namespace, before anything is written it is made sure that every archive is of use to the engines whose
-    namespace that is. Exit code 1 when not all blocks are in the tier in the end, 4 when it was full.
+    Before anything is written it is made sure that every archive is of use to engines whose blocks the tier has: one of
+    another namespace is refused, with what differs (`kvstore archive restore` takes it all the same). A tier without
+    any block takes all. Exit code 1 when not all blocks are in the tier in the end, 4 when it was full.
     """
     from kvstore import archive as archives
 
@@ -40,9 +45,6 @@ def warm(ctx: click.Context, tier_url: str, prefix: str | None, archive_urls: tu
             with archives.open_archive(url) as opened:
                 total += opened.info.blocks
         with progress("warming", total) as advance:
-            if space is not None:
-                reports = archives.warm(store, space, archive_urls, progress=advance)
-            else:
-                reports = [archives.restore(url, store, progress=advance) for url in archive_urls]
+            reports = archives.warm(store, space, archive_urls, tenant=tenant, pin=pin, progress=advance)
     show_reports(reports, str(store.url), as_json=as_json)
     exit_as(ctx, reports)

@@ -14,11 +14,12 @@ from kvstore.vllm._compat import OffloadingConnectorStats, OffloadingCounterMeta
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kvstore.archive.warming import Warming
     from kvstore.tiering.secondary import TierStats
     from kvstore.url import TierURL
     from kvstore.vllm._compat import OffloadingMetricMetadata
 
-__all__ = ["COUNTERS", "GAUGES", "LABELS", "Metrics", "definitions"]
+__all__ = ["COUNTERS", "GAUGES", "LABELS", "Metrics", "definitions", "of_archives"]
 
 LABELS = ("url",)
 
@@ -42,13 +43,17 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "trips": ("breaker_trips", "Times that the tier was left alone because it failed or hung."),
     "pins_refused": ("refused_pins", "Pins refused because no more of the capacity may be pinned."),
     "refused_params": ("refused_params", "Requests whose kv_transfer_params for the tier cannot be understood."),
+    "archives_restored": ("restored_archives", "Archives of the option `archives` that the tier has all blocks of."),
+    "archives_failed": ("failed_archives", "Archives of the option `archives` that could not be restored entirely."),
+    "archive_blocks": ("archive_blocks", "Blocks that were written into the tier from archives."),
 }
-"""Fields of `TierStats`, and `refused_params`: the metric's name and its documentation."""
+"""Fields of `TierStats`, and what the tier adds to them: the metric's name and its documentation."""
 
 GAUGES: Mapping[str, tuple[str, str]] = {
     "backlog_bytes": ("backlog_bytes", "Bytes accepted for storing and not stored yet."),
     "breaker": ("breaker_state", "0: in use; 1: being tried again; 2: left alone because it failed or hung."),
     "blocks_in_flight": ("blocks_in_flight", "Blocks on their way between primary memory and the tier."),
+    "archives_waiting": ("waiting_archives", "Archives of the option `archives` that are still to be restored."),
 }
 """The same, of this moment."""
 
@@ -59,6 +64,17 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
     for kind, metrics in ((OffloadingCounterMetadata, COUNTERS), (OffloadingGaugeMetadata, GAUGES)):
         declared.update({_name(name): kind(text, LABELS) for name, text in metrics.values()})
     return declared
+
+
+def of_archives(warming: Warming | None) -> dict[str, float]:
+    """What the metrics say of a tier's archives; zeros where it has none."""
+    warmed = None if warming is None else warming.warmed
+    return {
+        "archives_restored": warmed.restored if warmed else 0,
+        "archives_failed": warmed.failed if warmed else 0,
+        "archives_waiting": warmed.waiting if warmed else 0,
+        "archive_blocks": warmed.blocks if warmed else 0,
+    }
 
 
 _BREAKER = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}

@@ -43,7 +43,7 @@ from kvstore.vllm._compat import (
 )
 from kvstore.vllm.jobs import Jobs
 from kvstore.vllm.lookups import Lookups, block_key, offload_key
-from kvstore.vllm.metrics import Metrics, definitions
+from kvstore.vllm.metrics import Metrics, definitions, of_archives
 from kvstore.vllm.options import TierOptions
 from kvstore.vllm.requests import Requests
 from kvstore.vllm.sizing import last_token, warn_if_small
@@ -194,7 +194,10 @@ class KVStoreTier(SecondaryTierManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What was added since the last call."""
         return self._metrics.observe(
-            self._tier.stats(), blocks_in_flight=len(self._jobs), refused_params=self._requests.refused
+            self._tier.stats(),
+            blocks_in_flight=len(self._jobs),
+            refused_params=self._requests.refused,
+            **of_archives(self.warming),
         )
 
     # Ends.

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from archive_helpers import BLOCKS, IDS, KEYS, LABEL, SPACE, STEP, fill, filled, held
 
-from kvstore import PutOutcome, open_store
+from kvstore import BlockLayout, Mark, PutOutcome, open_store
+from kvstore.archive import create
 from kvstore.cli import EXIT_FULL, EXIT_NOT_INTACT, EXIT_OK, EXIT_USAGE, run
 from kvstore.testing.faults import FaultyStore, lying
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from kvstore import Namespace
 
 
 def machine(capsys: pytest.CaptureFixture[str], *words: str, code: int = EXIT_OK) -> Any:
@@ -46,6 +50,68 @@ def test_from_a_tier_into_an_archive_and_back(tmp_path: Path, capsys: pytest.Cap
         assert all(held(store, SPACE, KEYS))
     assert machine(capsys, "archive", "rm", f"{root}/one") == {"removed": f"{root}/one"}
     assert "there is no archive" in refused(capsys, "archive", "show", f"{root}/one")
+
+
+def test_warm_takes_no_archive_of_a_namespace_that_the_tier_has_not_and_restore_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archive, target = archived(tmp_path, capsys), f"file://{tmp_path}/target"
+    other = replace(SPACE, revision="revision-2")
+    with open_store(target) as store:
+        fill(store, replace(SPACE, model="org/another", revision="9", block_tokens=STEP))
+        fill(store, other)
+    said = refused(capsys, "warm", "--to", target, archive)
+    assert "revision: 'revision-1' there, 'revision-2' here" in said
+    assert "org/another" not in said  # the one that is most alike is compared
+    with open_store(target) as store:
+        assert SPACE not in store.namespaces()
+    assert machine(capsys, "archive", "restore", archive, "--to", target)["complete"]
+    assert machine(capsys, "warm", "--to", target, archive)[0]["already_there"] == BLOCKS
+    assert machine(capsys, "warm", "--to", f"lmdb://{tmp_path}/empty", archive)[0]["restored"] == BLOCKS
+
+
+@pytest.mark.parametrize("command", [("archive", "restore"), ("warm",)], ids=" ".join)
+def test_whose_the_blocks_are_and_that_they_stay_is_said_where_they_are_restored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    archive, target = archived(tmp_path, capsys), f"file://{tmp_path}/target"
+    said = machine(capsys, *command, archive, "--to", target, "--tenant", "acme", "--pin")
+    report = said if command[0] == "archive" else said[0]
+    assert (report["labelled"], report["pinned"], report["complete"]) == (BLOCKS, BLOCKS, True)
+    with open_store(target) as store:
+        assert {info.marks for info in store.scan(SPACE)} == {(Mark(LABEL, pinned=True, tenant="acme"),)}
+
+
+def test_what_cannot_be_pinned_is_said_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archive, unnamed = archived(tmp_path, capsys), f"file://{tmp_path}/archives/unnamed"
+    with open_store(f"file://{tmp_path}/source") as store:
+        create(unnamed, store, SPACE, KEYS)
+    target = f"file://{tmp_path}/target"
+    assert "has no label" in refused(capsys, "warm", archive, unnamed, "--to", target, "--pin")
+    assert "128 bytes" in refused(capsys, "archive", "restore", archive, "--to", target, "--tenant", "a" * 129)
+    objects = f"zarr+memory://{tmp_path.name}"
+    assert "neither tenants nor pins" in refused(capsys, "archive", "restore", archive, "--to", objects, "--pin")
+    for url in (target, objects):
+        with open_store(url) as store:
+            assert store.namespaces() == []
+
+
+def test_more_than_may_be_pinned_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    large = replace(SPACE, layouts=(BlockLayout.opaque(1 << 20),))
+    archive = archived(tmp_path, capsys, large)
+    target = f"file://{tmp_path}/target?capacity=9MiB"
+    report = machine(capsys, "archive", "restore", archive, "--to", target, "--pin", code=EXIT_NOT_INTACT)
+    assert (report["restored"], report["labelled"]) == (BLOCKS, BLOCKS)
+    assert 0 < report["pinned"] < BLOCKS
+
+
+def archived(folder: Path, capsys: pytest.CaptureFixture[str], space: Namespace = SPACE) -> str:
+    """An archive of the prefix: its URL."""
+    archive = f"file://{folder}/archives/one"
+    machine(capsys, "archive", "create", archive, "--from", filled(folder / "source", space), "--label", LABEL)
+    return archive
 
 
 def test_people_read_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

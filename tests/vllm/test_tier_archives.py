@@ -64,6 +64,29 @@ def test_one_of_other_blocks_is_a_warning_and_the_engine_serves(
     assert "layouts" in caplog.text
 
 
+def counted(tier: Any) -> dict[str, float]:
+    """What the tier's metrics say of archives."""
+    observed: dict[str, float] = tier.get_stats().reduce()
+    return {name.split(":")[1]: value for name, value in observed.items() if "archive" in name}
+
+
+def test_the_metrics_say_what_became_of_each(tmp_path: Path) -> None:
+    archive, nothing = archived(tmp_path), f"file://{tmp_path}/nothing"
+    with Driver([{**kvstore_tier(f"lmdb://{tmp_path}/new"), "archives": [archive, nothing]}]) as engine:
+        (tier,) = engine.tiers
+        assert tier.warming.wait(10)
+        assert counted(tier) == {
+            "kvstore_restored_archives": 1,
+            "kvstore_failed_archives": 1,
+            "kvstore_waiting_archives": 0,
+            "kvstore_archive_blocks": len(PROMPT),
+        }
+    with Driver([{**kvstore_tier(f"lmdb://{tmp_path}/new"), "archives": [archive]}]) as engine:
+        (tier,) = engine.tiers
+        assert tier.warming.wait(10)
+        assert counted(tier)["kvstore_archive_blocks"] == 0
+
+
 def test_nothing_is_begun_without_archives(tmp_path: Path) -> None:
     with Driver([kvstore_tier(f"file://{tmp_path}/new")]) as engine:
         assert engine.tiers[0].warming is None

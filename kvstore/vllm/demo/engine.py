@@ -61,8 +61,8 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     """Answer every prompt, greedily.
 
     The job: `model` (a folder), `prompts` (token ids), `tiers` (what stands in `secondary_tiers`, or None); optional:
-    `new_tokens` (64), `primary_bytes` (256 MiB), `pause_s` (0, before each prompt), `in_process` (false), `engine`
-    (more arguments of `LLM`).
+    `new_tokens` (64), `primary_bytes` (256 MiB), `pause_s` (0, before each prompt), `params` (what requests say to the
+    tiers, `kv_transfer_params`), `in_process` (false), `engine` (more arguments of `LLM`).
     """
     in_process = job.get("in_process", False)
     os.environ.update(ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING=str(int(not in_process)))
@@ -70,11 +70,14 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     start = time.perf_counter()
     engine = vllm.LLM(**_arguments(job))
     stock.say(f"engine started in {time.perf_counter() - start:.1f} s")
-    _answer(vllm, engine, [1] * WARM_UP_TOKENS, 2)
+    _answer(vllm, engine, [1] * WARM_UP_TOKENS, {"max_tokens": 2})
+    asked: dict[str, Any] = {"max_tokens": job.get("new_tokens", 64)}
+    if params := job.get("params"):
+        asked["extra_args"] = {"kv_transfer_params": params}
     found: list[dict[str, Any]] = []
     for prompt in job["prompts"]:
         time.sleep(job.get("pause_s", 0))
-        found.append(_answer(vllm, engine, prompt, job.get("new_tokens", 64)))
+        found.append(_answer(vllm, engine, prompt, asked))
         stock.say(
             f"{len(prompt)} tokens, {found[-1]['cached_tokens']} of them known,"
             f" first one after {found[-1]['ttft_s']:.3f} s"
@@ -109,8 +112,8 @@ def _arguments(job: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def _answer(vllm: Any, engine: Any, prompt: list[int], new_tokens: int) -> dict[str, Any]:
-    sampling = vllm.SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+def _answer(vllm: Any, engine: Any, prompt: list[int], asked: dict[str, Any]) -> dict[str, Any]:
+    sampling = vllm.SamplingParams(temperature=0, ignore_eos=True, **asked)
     (output,) = engine.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
     return {
         "ttft_s": output.metrics.first_token_latency,
