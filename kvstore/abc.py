@@ -22,22 +22,36 @@ from itertools import islice
 from typing import TYPE_CHECKING, ClassVar
 
 from kvstore.marks import MarkOutcome
+from kvstore.types import Residue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import TracebackType
     from typing import Self
 
     from kvstore.doctor import Finding
     from kvstore.marks import Mark
     from kvstore.namespace import Namespace
-    from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, Leftover, PutOutcome, Usage
+    from kvstore.types import (
+        BlockInfo,
+        BlockKey,
+        BlockRead,
+        BlockWrite,
+        GetOutcome,
+        Leftover,
+        PutOutcome,
+        Usage,
+    )
     from kvstore.url import Option, TierURL
 
 __all__ = ["BlockStore", "Capabilities"]
 
 DROPPED_AT_ONCE = 1000
 """Blocks of a namespace that is dropped, in one `delete_many`."""
+
+REFUSE_S = 600.0
+"""How long purged blocks are not stored again, unless who purges says otherwise: an engine that still has them in its
+memory would put them right back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +80,10 @@ class Capabilities:
     capacity_is_exact: bool = True
     """A put makes room under the option `capacity`. False: the store may exceed it until somebody collects what is over
     (`kvstore gc`, a sweep)."""
+    tombstones: bool = False
+    """Purged blocks are not stored again for a while (`BlockStore.purge_many`)."""
+    tombstones_seen_s: float = 0.0
+    """Within how many seconds other processes come to know of a purge. 0: at once."""
 
 
 class BlockStore(ABC):
@@ -100,7 +118,7 @@ class BlockStore(ABC):
         that is there is never overwritten: the digest says that it has the same content; `EXISTS` counts as a use.
         Capacity: makes room by evicting the least recently used blocks; `FULL` when that is not possible.
         The first put into a namespace also stores its manifest. Of two writes of one key in a batch the second is
-        `EXISTS`.
+        `EXISTS`. A block that was purged a short while ago is `REFUSED` (`purge_many`).
         On a read-only store every outcome is `FAILED`.
         """
 
@@ -183,6 +201,31 @@ class BlockStore(ABC):
         while not only_if_empty and (some := [info.key for info in islice(scan, DROPPED_AT_ONCE)]):
             dropped += sum(self.delete_many(namespace, some))
         return dropped
+
+    def purge_many(
+        self, namespace: Namespace, keys: Sequence[BlockKey], *, refuse_s: float = REFUSE_S, overwrite: bool = True
+    ) -> list[bool]:
+        """Remove each block for good; True where one was.
+
+        With `Capabilities.tombstones` no get finds it any more and a put of it is `REFUSED`, whether it was there or
+        not, for `refuse_s` seconds: in this process at once, in others within `tombstones_seen_s`. 0: it may be
+        stored again at once. Tombstones are bounded in number; beyond the bound (`kvstore.tombs`) blocks are removed
+        without one. `overwrite`: the bytes as well, where the store can, now or in `finish_purge`. Nothing happens on
+        a read-only store.
+        """
+        del refuse_s, overwrite
+        return self.delete_many(namespace, keys)
+
+    def finish_purge(
+        self, *, overwrite: bool = True, advance: Callable[[int], object] = lambda _: None
+    ) -> list[Residue]:
+        """After `purge_many`: overwrite what removed blocks left behind, as far as the store can; and say what is left.
+
+        `advance` is called with each number of bytes that were overwritten. May take as long as the removed blocks are
+        large; others go on meanwhile.
+        """
+        del overwrite, advance
+        return [Residue("bytes of removed blocks, wherever this store keeps what it was told to remove")]
 
     def leftovers(self, *, remove: bool = False) -> list[Leftover]:  # noqa: ARG002 - for stores that have some
         """What writers that died left in the tier, and nothing takes away by itself; `remove` takes it away."""

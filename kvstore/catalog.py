@@ -63,7 +63,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-DATABASES = ("meta", "age", "marks", "intents", "namespaces", "info")
+DATABASES = ("meta", "age", "marks", "intents", "namespaces", "info", "tombs")
 """The named databases that `Environment.open` must be given (a backend may add its own)."""
 
 SETTLED_ALONG = 32
@@ -93,7 +93,8 @@ class Change(Snapshot):
         return self._totals
 
     def publish(self, entries: Sequence[Entry]) -> list[bool]:
-        """Record blocks. False where the address has an entry already, which is left alone (the race was lost).
+        """Record blocks. False where the address has an entry already, which is left alone (the race was lost), or is
+        buried (`buried` says which).
 
         Of equal addresses within `entries` the first wins.
         """
@@ -101,6 +102,9 @@ class Change(Snapshot):
             bytes(key)
             for key in self.txn.cursor(self._meta).getmulti([entry.address for entry in entries], values=False)
         }
+        if self.tombs:
+            taken |= self.tombs.buried([entry.address for entry in entries])
+            self.tombs.collect(SETTLED_ALONG)
         fresh: list[Entry] = []
         won: list[bool] = []
         for entry in entries:
@@ -216,7 +220,7 @@ class Change(Snapshot):
         return True
 
     def clear(self) -> None:
-        """Forget every block and intent and zero the sums; format, cap, namespaces and counters stay."""
+        """Forget every block and intent and zero the sums; format, cap, namespaces, tombstones and counters stay."""
         for database in (self._meta, self._age, self._marks, self._intents):
             self.txn.drop(database, delete=False)
         self._totals = replace(self._totals, blocks=0, used=0, reserved=0, pinned=0)

@@ -54,6 +54,8 @@ class Fate(enum.Enum):
     """The target's device refused it."""
     FULL = "full"
     """The target has no room for it."""
+    REFUSED = "refused"
+    """It was purged from the target a short while ago, which does not take it yet."""
 
 
 @dataclass(slots=True)
@@ -67,7 +69,7 @@ class SpaceReport:
     marks: Counter[MarkOutcome] = field(default_factory=Counter["MarkOutcome"])
     """What became of marks, one for each block and mark. `MISSING`: the target keeps none."""
     bad: dict[Fate, list[BlockKey]] = field(default_factory=dict["Fate", "list[BlockKey]"])
-    """Which blocks were `CORRUPT`, `MISSING` and `FAILED`."""
+    """Which blocks were `CORRUPT`, `MISSING`, `FAILED` and `REFUSED`."""
 
     @property
     def blocks(self) -> int:
@@ -105,7 +107,7 @@ class CopyReport:
         return sum(report.bytes for report in self.spaces)
 
     def of(self, fate: Fate) -> list[tuple[Namespace, BlockKey]]:
-        """The blocks that were `CORRUPT`, `MISSING` or `FAILED`."""
+        """The blocks that were `CORRUPT`, `MISSING`, `FAILED` or `REFUSED`."""
         return [(report.namespace, key) for report in self.spaces for key in report.bad.get(fate, ())]
 
 
@@ -246,6 +248,7 @@ _FATES = {
     PutOutcome.EXISTS: Fate.PRESENT,
     PutOutcome.FULL: Fate.FULL,
     PutOutcome.FAILED: Fate.FAILED,
+    PutOutcome.REFUSED: Fate.REFUSED,
 }
 
 
@@ -255,7 +258,7 @@ def _record(space: SpaceReport, batch: _Batch) -> None:
     for info, fate in zip(batch.infos, batch.fates, strict=True):
         if fate is Fate.COPIED:
             space.bytes += space.namespace.block_bytes(info.key.group)
-        elif fate in (Fate.CORRUPT, Fate.MISSING, Fate.FAILED):
+        elif fate in (Fate.CORRUPT, Fate.MISSING, Fate.FAILED, Fate.REFUSED):
             space.bad.setdefault(fate, []).append(info.key)
 
 

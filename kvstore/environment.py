@@ -197,6 +197,20 @@ class Environment:
         with self._use:
             return self._opened.env.reader_check()
 
+    def last_transaction(self) -> int:
+        """The number of the last one that was committed."""
+        with self._use:
+            return self._opened.env.info()["last_txnid"]
+
+    def oldest_snapshot(self, newest: int) -> int:
+        """The oldest transaction whose outcome some process still reads; `newest` where nobody reads anything older.
+
+        For who has the write lock, and `newest` is the last transaction: no reader can begin with an older one then.
+        """
+        with self._use:
+            lines = self._opened.env.readers().splitlines()[1:]
+        return min([newest, *(int(line.split()[-1]) for line in lines if line.split()[-1].isdigit())])
+
     def file_bytes(self) -> int:
         """What the environment's two files occupy on the device (`st_blocks`)."""
         return sum((self.directory / name).stat().st_blocks * 512 for name in ("data.mdb", "lock.mdb"))

@@ -11,6 +11,8 @@ fields follow each other without padding):
 | `age` | last used u64 big-endian, address | size u64, generation u64 |
 | `marks` | `L` and a label or `T` and a tenant, a zero byte, address | nothing |
 | `intents` | lease (16 bytes), number u64 big-endian | reserved u64, then what the backend wrote |
+| `tombs` | `A`, address | until when it is not to be stored again u64 |
+| | `U`, the same u64 big-endian, address | nothing |
 | `namespaces` | fingerprint | the manifest as compact sorted ASCII JSON |
 | `info` | `format` | version u32 |
 | | `totals` | capacity u64 (0: none), blocks u64, used u64, reserved u64, overhead u64, next generation u64, next intent u64, pinned u64 |

@@ -14,6 +14,7 @@ from kvstore.errors import StoreDamagedError
 from kvstore.namespace import Namespace
 from kvstore.records import Entry, Intent, Totals, Victim, mark_prefix
 from kvstore.retention import AHEAD_S, CREDIBLE_NS, now_ns
+from kvstore.tombs import Tombs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -41,6 +42,8 @@ class Snapshot:
         self._meta, self._age, self._info = databases["meta"], databases["age"], databases["info"]
         self._intents, self._namespaces = databases["intents"], databases["namespaces"]
         self._marks = databases["marks"]
+        self.tombs = Tombs(txn, databases.get("tombs"))
+        """Which blocks were purged a short while ago."""
 
     def totals(self) -> Totals:
         """The sums; O(1)."""

@@ -25,6 +25,7 @@ __all__ = [
     "Leftover",
     "LookupResult",
     "PutOutcome",
+    "Residue",
     "Usage",
 ]
 
@@ -87,6 +88,8 @@ class PutOutcome(enum.Enum):
     """No room under the capacity or on the device; nothing was written."""
     FAILED = "failed"
     """The device refused this block; nothing of it is visible."""
+    REFUSED = "refused"
+    """It was purged a short while ago (`BlockStore.purge_many`), and is not to be stored again yet."""
 
     @property
     def present(self) -> bool:
@@ -178,3 +181,15 @@ class Leftover:
     place: str
     nbytes: int
     modified: float
+
+
+@dataclass(frozen=True, slots=True)
+class Residue:
+    """What a purge cannot take away, in the tier's own words, and what an operator can do about it.
+
+    `nbytes` is how much it is, where that is known; None where only that there may be some.
+    """
+
+    what: str
+    nbytes: int | None = None
+    remedy: str = ""

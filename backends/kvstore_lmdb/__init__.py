@@ -18,15 +18,17 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import lmdb
 
-from kvstore.abc import BlockStore, Capabilities
+from kvstore.abc import REFUSE_S, BlockStore, Capabilities
 from kvstore.catalog import Entry, address_of
 from kvstore.errors import StoreClosedError, TierUnavailable
 from kvstore.marks import MarkOutcome
 from kvstore.retention import TTL, TTL_FROM, Allowance, now_ns
-from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, Usage
+from kvstore.tombs import refused_until
+from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, Residue, Usage
 from kvstore.url import CAPACITY, DURABILITY, MODE, READONLY, Option, TierURL
 from kvstore_lmdb.entry import Bytes, is_intact, read_into, stored_bytes
-from kvstore_lmdb.opening import BLOCKS, Tier, open_tier, take_out
+from kvstore_lmdb.opening import BLOCKS, Tier, open_tier, take_out, tree_bytes
+from kvstore_lmdb.purge import finish_purge
 from kvstore_lmdb.put import Puts, Staged, chunks
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ class LMDBStore(BlockStore):
             notes=self._tier.notes,
             marks=True,
             uses=True,
+            tombstones=True,
         )
 
     def namespaces(self) -> list[Namespace]:
@@ -141,6 +144,28 @@ class LMDBStore(BlockStore):
         for start in range(0, len(addresses), _TOGETHER):
             removed += self._rewritten(partial(self._remove_all, addresses[start : start + _TOGETHER]))
         return removed
+
+    def purge_many(
+        self, namespace: Namespace, keys: Sequence[BlockKey], *, refuse_s: float = REFUSE_S, overwrite: bool = True
+    ) -> list[bool]:
+        del overwrite  # what is free is overwritten by `finish_purge`
+        addresses = self._addresses(namespace, keys)
+        if self._readonly:
+            return [False] * len(addresses)
+        removed: list[bool] = []
+        until = refused_until(refuse_s)
+        for start in range(0, len(addresses), _TOGETHER):
+            removed += self._rewritten(partial(self._purge_all, addresses[start : start + _TOGETHER], until))
+        return removed
+
+    def finish_purge(
+        self, *, overwrite: bool = True, advance: Callable[[int], object] = lambda _: None
+    ) -> list[Residue]:
+        self._tier.environment.ensure_open()
+        if self._readonly:
+            return []
+        with self._telling():
+            return finish_purge(self._tier, self._puts.ripen, overwrite=overwrite, advance=advance)
 
     def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
         self._tier.environment.ensure_open()
@@ -315,6 +340,15 @@ class LMDBStore(BlockStore):
         del attempt
         with self._tier.catalog.write() as change:
             return [self._remove(change, address) for address in addresses]
+
+    def _purge_all(self, addresses: list[bytes], until: int, attempt: int) -> list[bool]:
+        del attempt
+        with self._tier.catalog.write() as change:
+            if until:
+                change.tombs.bury(addresses, until)
+            removed = [self._remove(change, address) for address in addresses]
+            change.set_overhead(self._tier.space.overhead(tree_bytes(self._tier.catalog, change.txn)))
+        return removed
 
     def _remove(self, change: Change, address: bytes) -> bool:
         known = bool(change.discard([address]))

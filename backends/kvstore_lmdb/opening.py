@@ -118,7 +118,7 @@ def take_out(catalog: Catalog, space: Space, victims: Sequence[Victim]) -> set[b
 def tree_bytes(catalog: Catalog, txn: lmdb.Transaction[memoryview]) -> int:
     """What LMDB's trees of the larger databases occupy, the blocks' own pages not counted."""
     pages = 0
-    for name in (BLOCKS, "meta", "age", "marks"):
+    for name in (BLOCKS, "meta", "age", "marks", "tombs"):
         stat = txn.stat(catalog.environment.databases[name])
         pages += stat["branch_pages"] + stat["leaf_pages"] + (0 if name == BLOCKS else stat["overflow_pages"])
     return pages * PAGE

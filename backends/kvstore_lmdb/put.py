@@ -73,14 +73,19 @@ class Puts:
         try:
             with catalog.read() as snapshot:
                 there = snapshot.contains([block.address for block in blocks])
+                buried = snapshot.tombs.buried([block.address for block in blocks])
                 totals = snapshot.totals()
             catalog.note((block.address for block, known in zip(blocks, there, strict=True) if known), hits=0)
-            fresh = [block for block, known in zip(blocks, there, strict=True) if not known]
+            settled = [
+                PutOutcome.EXISTS if known else PutOutcome.REFUSED if block.address in buried else None
+                for block, known in zip(blocks, there, strict=True)
+            ]
+            fresh = [block for block, outcome in zip(blocks, settled, strict=True) if outcome is None]
             stored = iter(self._put_fresh(namespace, fresh, totals, now) if fresh else ())
         except OSError as error:
             failed = PutOutcome.FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else PutOutcome.FAILED
             return [failed] * len(blocks)
-        return [PutOutcome.EXISTS if known else next(stored) for known in there]
+        return [outcome or next(stored) for outcome in settled]
 
     def _put_fresh(self, namespace: Namespace, blocks: list[Staged], totals: Totals, now: int) -> list[PutOutcome]:
         need = sum(block.size for block in blocks)
@@ -103,7 +108,7 @@ class Puts:
             won = self.patiently(partial(self._store_in_room, namespace, blocks, items, now))
         if won is None:
             return [PutOutcome.FULL] * len(blocks)
-        return [PutOutcome.STORED if first else PutOutcome.EXISTS for first in won]
+        return won
 
     def _can_fit(self, need: int, totals: Totals) -> bool:
         """Whether `need` bytes find room, if need be after an eviction."""
@@ -121,7 +126,7 @@ class Puts:
             except (lmdb.MapFullError, OSError) as error:
                 if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                self._ripen()
+                self.ripen()
                 time.sleep(0.001 * 2**attempt)
                 continue
             if result is not None:
@@ -130,7 +135,7 @@ class Puts:
 
     def _store_in_room(
         self, namespace: Namespace, blocks: list[Staged], items: list[_Item], now: int, attempt: int
-    ) -> list[bool] | None:
+    ) -> list[PutOutcome] | None:
         space = self._tier.current_space()
         need = sum(block.size for block in blocks)
         room = need + space.slack(need, attempt)
@@ -138,8 +143,10 @@ class Puts:
             pass
         return self._store(namespace, blocks, items, now)
 
-    def _store(self, namespace: Namespace, blocks: list[Staged], items: list[_Item], now: int) -> list[bool] | None:
-        """The transaction of a put: which blocks were new, or None if another process has taken the room."""
+    def _store(
+        self, namespace: Namespace, blocks: list[Staged], items: list[_Item], now: int
+    ) -> list[PutOutcome] | None:
+        """The transaction of a put: what became of the blocks, or None if another process has taken the room."""
         entries = [_entry(block, now) for block in blocks]
         with self._tier.catalog.write() as change:
             room = change.totals().room
@@ -148,10 +155,12 @@ class Puts:
             change.add_namespace(namespace)
             won = change.publish(entries)
             change.txn.cursor(self._blocks).putmulti([item for item, new in zip(items, won, strict=True) if new])
+            buried = set[bytes]() if all(won) else change.tombs.buried([entry.address for entry in entries])
             change.set_overhead(self._tier.space.overhead(tree_bytes(self._tier.catalog, change.txn)))
-        return won
+        lost = (PutOutcome.REFUSED if entry.address in buried else PutOutcome.EXISTS for entry in entries)
+        return [PutOutcome.STORED if new else outcome for new, outcome in zip(won, lost, strict=True)]
 
-    def _ripen(self) -> None:
+    def ripen(self) -> None:
         """Two small commits, after which LMDB uses pages again that were freed before them."""
         environment = self._tier.environment
         environment.check_readers()

@@ -15,17 +15,18 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from kvstore.abc import BlockStore, Capabilities
+from kvstore.abc import REFUSE_S, BlockStore, Capabilities
 from kvstore.errors import InvalidOptionError, StoreClosedError, StoreNotFoundError
 from kvstore.integrity import crc32c
 from kvstore.layout import as_bytes
 from kvstore.marks import MOST_MARKS, PINNABLE, MarkOutcome, with_mark, without_mark
 from kvstore.retention import TTL, TTL_FROM, Allowance, Retention, now_ns
-from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, Usage
+from kvstore.tombs import Remembered, refused_until
+from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, Residue, Usage
 from kvstore.url import CAPACITY, READONLY, Capacity, Option, TierURL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvstore.marks import Mark
     from kvstore.namespace import Namespace
@@ -64,6 +65,7 @@ class _Shelf:
     )
     by_birth: dict[tuple[bytes, BlockKey], None] = field(default_factory=dict["tuple[bytes, BlockKey]", None])
     """The addresses in the order in which the blocks were stored."""
+    buried: Remembered[tuple[bytes, BlockKey]] = field(default_factory=Remembered["tuple[bytes, BlockKey]"])
     used: int = 0
     pinned: int = 0
 
@@ -108,7 +110,7 @@ class MemoryStore(BlockStore):
     def __init__(self, url: TierURL) -> None:
         super().__init__(url)
         self.capabilities = Capabilities(
-            persistent=False, shared=False, can_hang=False, io="memory", marks=True, uses=True
+            persistent=False, shared=False, can_hang=False, io="memory", marks=True, uses=True, tombstones=True
         )
         self._pid = os.getpid()
         self._readonly = url.option(READONLY)
@@ -153,6 +155,8 @@ class MemoryStore(BlockStore):
 
     def _put(self, shelf: _Shelf, address: tuple[bytes, BlockKey], block: BlockWrite, data: bytes) -> PutOutcome:
         there = shelf.entries.get(address)
+        if there is None and address in shelf.buried:
+            return PutOutcome.REFUSED
         if there is not None and there.has_expired(self._retention, self._retention.cutoff()):
             shelf.remove(address)
         elif there is not None:
@@ -197,6 +201,26 @@ class MemoryStore(BlockStore):
             namespace.check_key(key)
         with shelf.lock:
             return [not self._readonly and shelf.remove((namespace.fingerprint, key)) for key in keys]
+
+    def purge_many(
+        self, namespace: Namespace, keys: Sequence[BlockKey], *, refuse_s: float = REFUSE_S, overwrite: bool = True
+    ) -> list[bool]:
+        del overwrite  # `bytes` cannot be
+        shelf = self._open()
+        for key in keys:
+            namespace.check_key(key)
+        if self._readonly:
+            return [False] * len(keys)
+        with shelf.lock:
+            shelf.buried.add(((namespace.fingerprint, key) for key in keys), refused_until(refuse_s))
+            return [shelf.remove((namespace.fingerprint, key)) for key in keys]
+
+    def finish_purge(
+        self, *, overwrite: bool = True, advance: Callable[[int], object] = lambda _: None
+    ) -> list[Residue]:
+        del overwrite, advance
+        self._open()
+        return [Residue("memory of this process, until something else is written there", None, "end the process")]
 
     def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
         shelf = self._open()

@@ -196,6 +196,7 @@ class PutJob:
         tier = self._tier
         with tier.catalog.read() as snapshot:
             self._find_present(snapshot.contains([block.address for block in self._blocks]))
+            self._refuse(snapshot.tombs.buried([block.address for block in self._blocks]))
             room, totals = tier.room(snapshot), snapshot.totals()
             if room is None:
                 return []
@@ -210,6 +211,10 @@ class PutJob:
         if there:
             self._settle(there, PutOutcome.EXISTS)
             self._tier.catalog.note([block.address for block in there], hits=0)
+
+    def _refuse(self, buried: set[bytes]) -> None:
+        if buried:
+            self._settle([block for block in self._open() if block.address in buried], PutOutcome.REFUSED)
 
     def _reserve(self, held: Sequence[Held]) -> tuple[list[_Block], list[Held]]:
         tier, wanted = self._tier, self._open()
@@ -311,8 +316,10 @@ class PutJob:
         with tier.names.hold(addresses):
             with tier.catalog.read() as snapshot:
                 present = snapshot.contains(addresses)
-            for block, lost in zip(written, present, strict=True):
-                self._put_in_place(block, lost=lost)
+                buried = snapshot.tombs.buried(addresses)  # a purge lays them under the names' locks
+            for block, there in zip(written, present, strict=True):
+                lost = PutOutcome.EXISTS if there else PutOutcome.REFUSED if block.address in buried else None
+                self._put_in_place(block, lost)
             mine = [block for block in written if block.outcome is None]
             if tier.durable:
                 _sync({os.path.dirname(block.path) for block in mine})
@@ -330,10 +337,10 @@ class PutJob:
             tier.recorded.add(self._tree.namespace.fingerprint)
         steps.checkpoint("published")
 
-    def _put_in_place(self, block: _Block, *, lost: bool) -> None:
-        if lost:
+    def _put_in_place(self, block: _Block, lost: PutOutcome | None) -> None:
+        if lost is not None:
             erase(block.draft)
-            block.outcome = PutOutcome.EXISTS
+            block.outcome = lost
             return
         try:
             try:

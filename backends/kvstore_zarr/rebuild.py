@@ -16,7 +16,7 @@ import numpy as np
 from kvstore.catalog import Entry, address_of
 from kvstore.files import NotAFileError, open_file
 from kvstore_zarr.metadata import namespaces_in
-from kvstore_zarr.removal import erase
+from kvstore_zarr.removal import erase, overwrite
 from kvstore_zarr.tier import DRAFTS
 
 if TYPE_CHECKING:
@@ -59,10 +59,16 @@ def rebuild(tier: LocalTier) -> None:
 
 
 def publish(tier: LocalTier, entries: Sequence[Entry]) -> int:
-    """Record blocks that are in place already; how many were not known."""
+    """Record blocks that are in place already; how many were not known. Those that were purged lately go."""
     with tier.catalog.write() as change:
         new = sum(change.publish(entries))
         _skip_generations(change, max((entry.generation for entry in entries), default=0))
+        buried = change.tombs.buried([entry.address for entry in entries])
+    for address in buried:
+        path = tier.path(address)
+        if path is not None:
+            overwrite(path)
+            erase(path)
     return new
 
 

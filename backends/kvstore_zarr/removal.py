@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.files import NotAFileError, open_file
 from kvstore_zarr.metadata import METADATA_NAME
-from kvstore_zarr.tier import DRAFTS, draft_prefix, pack_addresses, unpack_addresses
+from kvstore_zarr.tier import DRAFTS, PURGE, draft_prefix, pack_addresses, unpack_addresses
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -32,6 +32,7 @@ __all__ = [
     "dropped_and_empty",
     "erase",
     "inode_of",
+    "overwrite",
     "reclaim",
     "reclaim_if_due",
     "release",
@@ -45,6 +46,9 @@ _told: set[str] = set()  # what was logged once
 
 READER_PATIENCE_S = 2.0
 """How long a removal waits for readers of a block before it leaves the last of its space to them."""
+
+
+_ZEROS = memoryview(bytes(1 << 20))
 
 
 def inode_of(path: str) -> int | None:
@@ -87,6 +91,29 @@ def erase(path: str) -> None:
         os.unlink(path)
     finally:
         release(fd)
+
+
+def overwrite(path: str) -> int:
+    """Write zeros over the bytes of the file `path`, down to the device; how many. 0 where there is no such file."""
+    try:
+        fd = open_file(path, os.O_WRONLY)
+    except (FileNotFoundError, NotADirectoryError, NotAFileError):
+        return 0
+    try:
+        # A reader who came before gets zeros for a block, which it tells from one.
+        size = os.fstat(fd).st_size
+        for start in range(0, size, len(_ZEROS)):
+            _write_all(fd, _ZEROS[: size - start], start)
+        os.fdatasync(fd)
+        return size
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        done = os.pwrite(fd, data, offset)
+        data, offset = data[done:], offset + done
 
 
 def _erase_other(path: str) -> None:
@@ -135,10 +162,10 @@ def remove(
 
 def settle_intent(tier: LocalTier, intent: Intent) -> None:
     """Bring what an intent left half-done to its end: nothing of it stays, but what was published. Idempotent."""
-    drafts = f"{tier.root}/{DRAFTS}"
+    drafts, purged = f"{tier.root}/{DRAFTS}", intent.payload.startswith(PURGE)
     for name in os.listdir(drafts):
         if name.startswith(draft_prefix(intent)):
-            erase(f"{drafts}/{name}")
+            _erase(f"{drafts}/{name}", purged=purged)
     addresses = unpack_addresses(intent.payload)
     with tier.names.hold(addresses):
         with tier.catalog.read() as snapshot:
@@ -146,11 +173,17 @@ def settle_intent(tier: LocalTier, intent: Intent) -> None:
         for address, published in zip(addresses, present, strict=True):
             path = tier.path(address)
             if path is not None and not published:
-                erase(path)
+                _erase(path, purged=purged)
         measured = tier.folders.measure(_folders(tier, addresses))
         with tier.catalog.write() as change:
             tier.folders.record(change.txn, measured)
             change.release(intent)
+
+
+def _erase(path: str, *, purged: bool) -> None:
+    if purged:
+        overwrite(path)
+    erase(path)
 
 
 def _folders(tier: LocalTier, addresses: Iterable[bytes]) -> set[str]:

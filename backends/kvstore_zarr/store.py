@@ -14,18 +14,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import lmdb
 
-from kvstore.abc import BlockStore, Capabilities
+from kvstore.abc import REFUSE_S, BlockStore, Capabilities
 from kvstore.catalog import address_of
 from kvstore.errors import StoreAccessError, StoreClosedError, TierUnavailable
 from kvstore.marks import MarkOutcome
 from kvstore.objects.settings import REMOTE
 from kvstore.retention import TTL, TTL_FROM, Allowance
+from kvstore.tombs import refused_until
 from kvstore.types import GetOutcome, PutOutcome, Usage
 from kvstore.url import CAPACITY, DURABILITY, IO, MODE, READONLY, Option, TierURL, boolean
 from kvstore_zarr.expiry import take_back, take_out
 from kvstore_zarr.format import PAGE
 from kvstore_zarr.get import get_blocks
 from kvstore_zarr.opening import close_tier, open_tier
+from kvstore_zarr.purge import finish_purge, purge
 from kvstore_zarr.put import put_blocks
 from kvstore_zarr.reindex import reindex
 from kvstore_zarr.removal import dropped_and_empty, remove
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from kvstore.namespace import Namespace
     from kvstore.records import Entry
     from kvstore.snapshot import Snapshot
-    from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite
+    from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, Residue
     from kvstore_zarr.reindex import Reindexed
     from kvstore_zarr.tier import LocalTier
 
@@ -90,6 +92,7 @@ class LocalZarrStore(BlockStore):
             notes=(*(() if reason is None else (f"I/O goes through the page cache: {reason}",)), *self._tier.notes()),
             marks=True,
             uses=True,
+            tombstones=True,
         )
 
     def namespaces(self) -> list[Namespace]:
@@ -127,6 +130,21 @@ class LocalZarrStore(BlockStore):
             if tier.readonly or tier.is_aside(namespace.fingerprint):
                 return [False] * len(addresses)
             return remove(tier, addresses)
+
+    def purge_many(
+        self, namespace: Namespace, keys: Sequence[BlockKey], *, refuse_s: float = REFUSE_S, overwrite: bool = True
+    ) -> list[bool]:
+        with self._using() as tier:
+            addresses = _addresses(namespace, keys)
+            if tier.readonly or tier.is_aside(namespace.fingerprint):
+                return [False] * len(addresses)
+            return purge(tier, addresses, refused_until(refuse_s), overwriting=overwrite)
+
+    def finish_purge(
+        self, *, overwrite: bool = True, advance: Callable[[int], object] = lambda _: None
+    ) -> list[Residue]:
+        with self._using() as tier:
+            return [] if tier.readonly else finish_purge(tier, advance, overwriting=overwrite)
 
     def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
         return self._scan(namespace, lambda snapshot, after: snapshot.scan(namespace.fingerprint, after))

@@ -30,7 +30,16 @@ if TYPE_CHECKING:
     from kvstore_zarr.folders import Folders
     from kvstore_zarr.names import NameLocks
 
-__all__ = ["CATALOGUE", "DRAFTS", "INNER", "LocalTier", "draft_prefix", "pack_addresses", "unpack_addresses"]
+__all__ = [
+    "CATALOGUE",
+    "DRAFTS",
+    "INNER",
+    "PURGE",
+    "LocalTier",
+    "draft_prefix",
+    "pack_addresses",
+    "unpack_addresses",
+]
 
 _log = logging.getLogger("kvstore.file")
 
@@ -70,6 +79,8 @@ class LocalTier:
     reclaimed: float = 0.0
     """When the dead were last looked for (`time.monotonic`)."""
     remarks: list[str] = field(default_factory=list[str])
+    purged_bytes: int = 0
+    """What this process has overwritten of purged blocks."""
     dropped: set[bytes] = field(default_factory=set[bytes])
     """Fingerprints of namespaces that were dropped: their folders go when the last one closes, if they are empty."""
     aside: dict[str, str] = field(default_factory=dict[str, str])
@@ -165,6 +176,10 @@ def draft_prefix(intent: Intent) -> str:
     return f"{intent.lease.hex()}-{intent.number}-"
 
 
+PURGE = b"\0"
+"""How the payload of an intent begins whose files are to be overwritten before they go: an address without length."""
+
+
 def pack_addresses(addresses: Iterable[bytes]) -> bytes:
     """An intent's payload: the addresses whose names may come to stand for something, or cease to; one byte of length
     before each.
@@ -175,7 +190,7 @@ def pack_addresses(addresses: Iterable[bytes]) -> bytes:
 def unpack_addresses(payload: bytes) -> list[bytes]:
     """The addresses that `pack_addresses` packed."""
     addresses: list[bytes] = []
-    start = 0
+    start = len(PURGE) if payload.startswith(PURGE) else 0
     while start < len(payload):
         end = start + 1 + payload[start]
         addresses.append(payload[start + 1 : end])

@@ -239,7 +239,7 @@ class _Restoration:
             restored=self._counts[PutOutcome.STORED],
             there=self._there + self._counts[PutOutcome.EXISTS],
             corrupt=self._corrupt,
-            refused=self._counts[PutOutcome.FULL] + self._counts[PutOutcome.FAILED],
+            refused=sum(self._counts[refusal] for refusal in (PutOutcome.FULL, PutOutcome.FAILED, PutOutcome.REFUSED)),
             full=bool(self._counts[PutOutcome.FULL]),
             labelled=None if said is None else said[MarkOutcome.MARKED] + said[MarkOutcome.UNPINNED],
             pinned=None if said is None or not self._mark.pinned else said[MarkOutcome.MARKED],

@@ -122,6 +122,7 @@ def _as_json(source: TierURL, target: TierURL, report: CopyReport, dry_run: bool
         "corrupt": [address_json(*address) for address in report.of(Fate.CORRUPT)],
         "missing": [address_json(*address) for address in report.of(Fate.MISSING)],
         "failed": [address_json(*address) for address in report.of(Fate.FAILED)],
+        "purged_lately": [address_json(*address) for address in report.of(Fate.REFUSED)],
     }
 
 
@@ -168,6 +169,8 @@ def _warn(target: TierURL, report: CopyReport) -> None:
             " capacity, or --evict to let it make room, and run the same command again",
             err=True,
         )
+    if refused := report.fates[Fate.REFUSED]:
+        click.echo(f"note: {refused} blocks were purged from {target} a short while ago: it refuses them", err=True)
     if marks[MarkOutcome.UNPINNED]:
         click.echo(
             f"note: {marks[MarkOutcome.UNPINNED]} blocks are not pinned in {target}: half of its capacity is", err=True

@@ -19,7 +19,7 @@ import pytest
 pytest.register_assert_rewrite(
     *(
         f"{__name__}.{module}"
-        for module in ("blocks", "damage", "facts", "lifetime", "marks", "model", "policy", "retention")
+        for module in ("blocks", "damage", "facts", "lifetime", "marks", "model", "policy", "purge", "retention")
     )
 )
 

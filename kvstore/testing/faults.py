@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from kvstore.abc import BlockStore
+from kvstore.abc import REFUSE_S, BlockStore
 from kvstore.errors import TierUnavailable
 from kvstore.layout import as_bytes
 from kvstore.types import BlockWrite, GetOutcome
@@ -210,6 +210,15 @@ class FaultyStore(BlockStore):
 
     def unmark_many(self, namespace: Namespace, keys: Sequence[BlockKey], mark: Mark) -> list[bool]:
         return self._meet("unmark", keys, lambda keys: self.inner.unmark_many(namespace, keys, mark))
+
+    def purge_many(
+        self, namespace: Namespace, keys: Sequence[BlockKey], *, refuse_s: float = REFUSE_S, overwrite: bool = True
+    ) -> list[bool]:
+        return self._meet(
+            "purge",
+            keys,
+            lambda keys: self.inner.purge_many(namespace, keys, refuse_s=refuse_s, overwrite=overwrite),
+        )
 
     def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
         return self._meet("scan", (), lambda _: self.inner.scan(namespace))

@@ -40,10 +40,12 @@ VERBS: dict[str, Callable[[BlockStore], object]] = {
     "touch_many": lambda store: store.touch_many(SPACE, [key(1)]),
     "mark_many": lambda store: store.mark_many(SPACE, [key(1)], Mark("a")),
     "unmark_many": lambda store: store.unmark_many(SPACE, [key(1)], Mark("a")),
+    "purge_many": lambda store: store.purge_many(SPACE, [key(1)]),
+    "finish_purge": lambda store: store.finish_purge(),
     "scan_marked": lambda store: list(store.scan_marked(SPACE, Mark("a"))),
 }
 
-OPTIONAL = ("touch_many", "mark_many", "unmark_many")
+OPTIONAL = ("touch_many", "mark_many", "unmark_many", "finish_purge")
 
 
 def verbs_of(store: BlockStore) -> list[str]:

@@ -29,6 +29,8 @@ class TierStats:
     """Stores of a block that the tier had already."""
     full: int = 0
     """Stores refused for want of room."""
+    refused: int = 0
+    """Stores of blocks that were purged from the tier a short while ago."""
     shed: int = 0
     """Stores dropped because the tier fell behind, is left alone, or was closed before it came to them."""
     corrupt: int = 0

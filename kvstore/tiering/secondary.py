@@ -321,6 +321,7 @@ class SecondaryTier:
             stores=len(stored),
             exists=outcomes.count(PutOutcome.EXISTS),
             full=outcomes.count(PutOutcome.FULL),
+            refused=outcomes.count(PutOutcome.REFUSED),
             failed_stores=outcomes.count(PutOutcome.FAILED),
             bytes_stored=sum(stored),
             store_seconds=job.seconds,

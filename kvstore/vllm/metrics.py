@@ -38,6 +38,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "failed_stores": ("failed_store_blocks", "Blocks that the tier could not write."),
     "shed": ("shed_blocks", "Blocks not stored because the tier fell behind or was left alone."),
     "full": ("full_blocks", "Blocks not stored for want of room in the tier."),
+    "refused": ("purged_blocks", "Blocks not stored because they were purged from the tier a short while ago."),
     "failed_calls": ("failed_calls", "Calls that the tier's backend ended with an error."),
     "overdue_calls": ("overdue_calls", "Calls given up after their time-out."),
     "trips": ("breaker_trips", "Times that the tier was left alone because it failed or hung."),

@@ -49,6 +49,7 @@ def test_a_tier_of_any_backend_is_copied_to_one_of_any_other(
         "corrupt": [],
         "missing": [],
         "failed": [],
+        "purged_lately": [],
     }
     assert tree(tmp_path / "kv") == before
     assert machine(capsys, "verify", target)["intact"] == 12

@@ -1,0 +1,213 @@
+"""`kvstore purge URL…`: blocks that are to be gone for good, and a receipt of what went and what remains."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvstore.abc import REFUSE_S
+from kvstore.cli import EXIT_NOT_INTACT
+from kvstore.cli._common import emit_json, json_option, print_table, progress
+from kvstore.errors import InvalidOptionError
+from kvstore.purging import Receipt, Request, TierReceipt
+from kvstore.purging import purge as purge_tiers
+from kvstore.registry import backend_class, open_store
+from kvstore.tombs import MOST_REFUSED_S
+from kvstore.url import READONLY, TierURL, format_size, parse_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.types import Residue
+
+__all__ = ["purge", "receipt_json"]
+
+
+class _Time(click.ParamType[float]):
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            return parse_duration(value)
+        except ValueError as error:
+            self.fail(f"{value!r}: {error}", param, ctx)
+
+
+@click.command(
+    epilog="\b\nExamples:\n  kvstore purge file:///mnt/nvme/kv s3://bucket/kv --tenant acme\n"
+    "  kvstore purge file:///mnt/nvme/kv --tenant acme --yes --receipt acme.json\n"
+    "  kvstore purge lmdb:///mnt/nvme/kv.lmdb --all --yes"
+)
+@click.argument("urls", metavar="URL...", nargs=-1, required=True)
+@click.option("--namespace", "prefix", metavar="PREFIX", help="Blocks of the namespaces whose names start so.")
+@click.option("--label", default="", help="Blocks that have this label.")
+@click.option("--tenant", default="", help="Blocks that this tenant used, shared ones included.")
+@click.option("--older-than", type=_Time(), help="Blocks that were stored longer ago than this, such as 7d.")
+@click.option("--all", "everything", is_flag=True, help="Every block.")
+@click.option("--yes", is_flag=True, help="Remove them. Without this, nothing is changed.")
+@click.option(
+    "--refuse",
+    type=_Time(),
+    default=REFUSE_S,
+    show_default="10min",
+    help="How long they are not stored again, while engines still have them in memory; 0: not at all.",
+)
+@click.option("--keep-bytes", is_flag=True, help="Do not overwrite what removed blocks leave on a local disk.")
+@click.option(
+    "--receipt",
+    "file",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="Write the receipt, as JSON, to FILE.",
+)
+@json_option
+@click.pass_context
+def purge(
+    ctx: click.Context,
+    urls: Sequence[str],
+    prefix: str | None,
+    label: str,
+    tenant: str,
+    older_than: float | None,
+    everything: bool,
+    yes: bool,
+    refuse: float,
+    keep_bytes: bool,
+    file: Path | None,
+    as_json: bool,
+) -> None:
+    """Say which blocks of the tiers at URL... a purge would remove, and with --yes remove them for good.
+
+    Blocks to which all that is given applies: --namespace, --label, --tenant, --older-than; or --all. Pinned ones go as
+    well. No get finds them any more, and for ten minutes nobody stores them again. The receipt says what went, what
+    failed, and what remains that no removal reaches. Engines may go on; reset their own caches afterwards.
+
+    Exit code 1 when a tier failed or something is left: run the same command again.
+    """
+    if everything and (prefix or label or tenant or older_than is not None):
+        raise click.UsageError("--all is every block: leave out what narrows it down")
+    if not (everything or prefix or label or tenant or older_than is not None):
+        raise click.UsageError("which blocks? Give --namespace, --label, --tenant, --older-than or --all")
+    if refuse > MOST_REFUSED_S:
+        raise click.UsageError(f"--refuse: at most {MOST_REFUSED_S / 86400:.0f}d")
+    tiers = [_checked(TierURL.parse(url)) for url in urls]
+    names = None if prefix is None else _matching(tiers, prefix)
+    asked = Request(names, label, tenant, older_than, everything)
+    with nullcontext() if file is None else file.open("w") as receipt:  # opened before anything is removed
+        with progress("purging" if yes else "looking", None) as advance:
+            done = purge_tiers(
+                tiers, asked, dry_run=not yes, refuse_s=refuse, overwrite=not keep_bytes, advance=advance
+            )
+        if receipt is not None:
+            receipt.write(json.dumps(receipt_json(done), indent=2) + "\n")
+    if as_json:
+        emit_json(receipt_json(done))
+    else:
+        _show(done)
+    if not done.complete:
+        ctx.exit(EXIT_NOT_INTACT)
+
+
+def _checked(tier: TierURL) -> TierURL:
+    """Without what is another's work, such as a sweep. What cannot be purged at all is an error before anything is."""
+    if tier.validated(backend_class(tier).options).option(READONLY):
+        raise InvalidOptionError(f"{tier}: what is removed is written: leave out readonly")
+    return replace(tier, raw_options={name: value for name, value in tier.raw_options.items() if name != "sweep"})
+
+
+def _matching(tiers: Sequence[TierURL], prefix: str) -> tuple[str, ...]:
+    """The names of all namespaces that start so, in any of the tiers. What cannot be opened is in the receipt later."""
+    known: set[str] = set()
+    for tier in tiers:
+        with open_store(tier, readonly=True) as store:
+            known |= {space.name for space in store.namespaces()}
+    matching = sorted(name for name in known if name.startswith(prefix.lower()))
+    if not matching:
+        raise click.UsageError(f"no namespace starts with {prefix!r}. There are: {', '.join(sorted(known)) or 'none'}")
+    return tuple(matching)
+
+
+def receipt_json(receipt: Receipt) -> dict[str, Any]:
+    """A receipt for machines, and for the file of who answers for it."""
+    return {
+        "kvstore_purge_receipt": 1,
+        "asked": asdict(receipt.asked),
+        "dry_run": receipt.dry_run,
+        "complete": receipt.complete,
+        "began": _when(receipt.began),
+        "ended": _when(receipt.ended),
+        "tiers": [_tier_json(tier) for tier in receipt.tiers],
+        "elsewhere": receipt.elsewhere,
+    }
+
+
+def _tier_json(tier: TierReceipt) -> dict[str, Any]:
+    facts = asdict(tier)
+    until = facts.pop("refused_until")
+    return {
+        **facts,
+        "began": _when(tier.began),
+        "seconds": round(tier.seconds, 3),
+        "refused_until": None if until is None else _when(until),
+        "blocks": tier.blocks,
+        "bytes": tier.bytes,
+        "complete": tier.complete,
+    }
+
+
+def _when(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+
+
+def _show(receipt: Receipt) -> None:
+    verb = "would go" if receipt.dry_run else "gone"
+    for tier in receipt.tiers:
+        print_table(
+            tier.url,
+            ("namespace", "model", f">blocks {verb}", ">bytes", ">pinned", ">of other tenants too"),
+            (
+                (
+                    space.namespace,
+                    space.model,
+                    str(space.blocks),
+                    format_size(space.bytes),
+                    str(space.pinned),
+                    str(space.shared),
+                )
+                for space in tier.spaces
+            ),
+        )
+        for failure in tier.failed:
+            click.echo(f"failed: {failure}")
+        if tier.left:
+            click.echo(f"{tier.left} blocks are still there: run the same command again")
+        if not receipt.dry_run:
+            _show_rest(tier)
+    if receipt.dry_run:
+        blocks, nbytes = sum(tier.blocks for tier in receipt.tiers), sum(tier.bytes for tier in receipt.tiers)
+        click.echo(f"{blocks} blocks, {format_size(nbytes)} would go; --yes removes them")
+    else:
+        for text in receipt.elsewhere:
+            click.echo(text)
+
+
+def _show_rest(tier: TierReceipt) -> None:
+    click.echo(f"{tier.blocks} blocks, {format_size(tier.bytes)} are gone, in {tier.seconds:.1f} s")
+    if tier.refused_until is not None:
+        within = f", other processes within {tier.others_know_within:.0f} s" if tier.others_know_within else ""
+        click.echo(f"they are not stored again before {_when(tier.refused_until)}{within}")
+    if tier.erasable is not None:
+        fate = "destroyed: no copy of them can be read" if tier.erasable else "kept: who has it can read what remains"
+        click.echo(f"the key that they were encrypted with is {fate}")
+    for residue in tier.remains:
+        click.echo(f"remains: {_said(residue)}")
+
+
+def _said(residue: Residue) -> str:
+    size = "" if residue.nbytes is None else f", {format_size(residue.nbytes)}"
+    return f"{residue.what}{size}" + (f" ({residue.remedy})" if residue.remedy else "")

@@ -1,0 +1,275 @@
+"""Purge: blocks that are to be gone for good, with a receipt of what was removed and of what no removal reaches.
+
+    survey: scan_marked / scan_ages ──► purge_many, in batches ──► what is left? ──► finish_purge ──► TierReceipt
+
+`kvstore purge` is this with a command line around it. A tier that cannot be opened, or fails half-way, is in the
+receipt with what was done; the others are purged all the same. Interrupted, it has removed a part, and the same call
+removes the rest.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from kvstore.abc import REFUSE_S
+from kvstore.errors import KVStoreError
+from kvstore.marks import Mark
+from kvstore.registry import open_store
+from kvstore.retention import now_ns
+from kvstore.types import Residue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from kvstore.abc import BlockStore
+    from kvstore.namespace import Namespace
+    from kvstore.types import BlockInfo
+    from kvstore.url import TierURL
+
+__all__ = ["Receipt", "Request", "SpaceReceipt", "TierReceipt", "purge"]
+
+AT_ONCE = 256
+"""Blocks removed in one call."""
+
+PASSES = 3
+"""How often a tier is looked through for what was stored while it was purged."""
+
+SETTLE_AT_MOST_S = 120.0
+"""The longest wait for other processes to learn of a purge; beyond, the receipt says what to do."""
+
+ENGINES = (
+    "Engines hold copies of blocks in GPU and host memory, which no tier can reach: reset their own caches before the"
+    " tombstones end. vLLM: POST /reset_prefix_cache?reset_external=true until it answers success (the route is there"
+    " with VLLM_SERVER_DEV_MODE=1), or LLM.reset_prefix_cache(reset_connector=True), or restart it."
+)
+ARCHIVES = "Archives are copies of their own, and were not looked at: kvstore archive list, kvstore archive rm."
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Which blocks are to go: those to which all that is given applies. Nothing given is nothing at all, but `all`.
+
+    `namespaces`: names, in full. `label`, `tenant`: what requests or operators said of blocks (`kvstore.marks`).
+    `older_than`: seconds since the block was stored.
+    """
+
+    namespaces: tuple[str, ...] | None = None
+    label: str = ""
+    tenant: str = ""
+    older_than: float | None = None
+    all: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.all or self.namespaces or self.label or self.tenant or self.older_than is not None):
+            raise ValueError("which blocks are to go? Give namespaces, a label, a tenant, an age, or `all`")
+
+    @property
+    def mark(self) -> Mark:
+        """What the blocks are marked with."""
+        return Mark(self.label, tenant=self.tenant)
+
+    def takes(self, space: Namespace) -> bool:
+        """Whether blocks of this namespace may go."""
+        return self.namespaces is None or space.name in self.namespaces
+
+    def infos(self, store: BlockStore, space: Namespace) -> Iterator[BlockInfo]:
+        """The blocks of a namespace that are to go. Raises `ValueError` where the store cannot tell which."""
+        if self.mark == Mark():
+            found = store.scan_ages(space)
+        elif store.capabilities.marks:
+            found = store.scan_marked(space, self.mark)
+        else:
+            raise ValueError("it keeps no labels and tenants: purge it by namespace, by age, or as a whole")
+        if self.older_than is None:
+            return found
+        cutoff = now_ns() / 1e9 - self.older_than
+        return (info for info in found if info.created <= cutoff)
+
+
+@dataclass(slots=True)
+class SpaceReceipt:
+    """One namespace: what of it was to go, or went. `shared`: blocks that others than the tenant asked for used too."""
+
+    namespace: str
+    model: str
+    blocks: int = 0
+    bytes: int = 0
+    pinned: int = 0
+    shared: int = 0
+
+
+@dataclass(slots=True)
+class TierReceipt:
+    """One tier. `spaces` is what was found, or, if it was no dry run, what was removed."""
+
+    url: str
+    began: float
+    seconds: float = 0.0
+    spaces: list[SpaceReceipt] = field(default_factory=list[SpaceReceipt])
+    left: int = 0
+    """Blocks that were to go and are still there."""
+    refused_until: float | None = None
+    """Until when the removed blocks are not stored again; None: no tombstones. Seconds since the epoch."""
+    others_know_within: float = 0.0
+    """Seconds until other processes know of it."""
+    overwritten: int = 0
+    """Bytes that were written over, on local devices."""
+    remains: list[Residue] = field(default_factory=list[Residue])
+    """What no removal reaches."""
+    erasable: bool | None = None
+    """Whether the key of what was encrypted is destroyed, so that no copy anywhere can be read. None: not encrypted."""
+    failed: list[str] = field(default_factory=list[str])
+
+    @property
+    def blocks(self) -> int:
+        """Blocks over all namespaces."""
+        return sum(space.blocks for space in self.spaces)
+
+    @property
+    def bytes(self) -> int:
+        """What they occupied."""
+        return sum(space.bytes for space in self.spaces)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that was to go is gone, as far as the tier goes."""
+        return not self.failed and not self.left
+
+
+@dataclass(slots=True)
+class Receipt:
+    """What was asked, what was done, and what remains. Times are seconds since the epoch."""
+
+    asked: Request
+    dry_run: bool
+    began: float
+    ended: float = 0.0
+    tiers: list[TierReceipt] = field(default_factory=list[TierReceipt])
+    elsewhere: tuple[str, ...] = (ENGINES, ARCHIVES)
+    """Copies that are not in the tiers, and what to do about them."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every tier is."""
+        return all(tier.complete for tier in self.tiers)
+
+
+def _nothing(_: int) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Purge:
+    """One purge of one open store."""
+
+    store: BlockStore
+    asked: Request
+    receipt: TierReceipt
+    refuse_s: float
+    overwrite: bool
+    advance: Callable[[int], object]
+
+    def survey(self) -> None:
+        """Count what would go."""
+        for space in self._spaces():
+            seen = SpaceReceipt(space.name, space.model)
+            for info in self.asked.infos(self.store, space):
+                _count(seen, info, self.asked)
+                self.advance(1)
+            if seen.blocks:
+                self.receipt.spaces.append(seen)
+
+    def run(self) -> None:
+        """Remove it."""
+        tombs = self.store.capabilities.tombstones and self.refuse_s > 0
+        self.receipt.others_know_within = self.store.capabilities.tombstones_seen_s
+        spaces = {space.fingerprint: space for space in self._spaces()}
+        seen = {name: SpaceReceipt(space.name, space.model) for name, space in spaces.items()}
+        self.receipt.spaces = list(seen.values())
+        for _ in range(PASSES):
+            if not sum([self._remove(space, seen[name]) for name, space in spaces.items()]):
+                break
+        if tombs:
+            self.receipt.refused_until = now_ns() / 1e9 + self.refuse_s
+        self._settle(spaces.values())
+        self.receipt.left = sum(1 for space in spaces.values() for _ in self.asked.infos(self.store, space))
+        if self.asked.mark == Mark() and self.asked.older_than is None:
+            for space in spaces.values():
+                self.store.drop_namespace(space, only_if_empty=True)
+        self.receipt.remains = self.store.finish_purge(overwrite=self.overwrite, advance=self._overwritten)
+
+    def _spaces(self) -> list[Namespace]:
+        return [space for space in self.store.namespaces() if self.asked.takes(space)]
+
+    def _remove(self, space: Namespace, seen: SpaceReceipt) -> int:
+        removed, infos = 0, self.asked.infos(self.store, space)
+        while some := list(islice(infos, AT_ONCE)):
+            keys = [info.key for info in some]
+            gone = self.store.purge_many(space, keys, refuse_s=self.refuse_s, overwrite=self.overwrite)
+            for info, went in zip(some, gone, strict=True):
+                if went:
+                    _count(seen, info, self.asked)
+                    removed += 1
+            self.advance(len(some))
+        return removed
+
+    def _settle(self, spaces: Iterable[Namespace]) -> None:
+        """Where others learn of a purge only later, remove what they stored again until then."""
+        wait = self.store.capabilities.tombstones_seen_s
+        if not wait or not self.receipt.refused_until or not self.receipt.blocks:
+            return
+        if wait > SETTLE_AT_MOST_S:
+            self.receipt.remains.append(Residue("blocks stored again meanwhile", None, f"purge again in {wait:.0f} s"))
+            return
+        time.sleep(wait)
+        for space in spaces:
+            self._remove(space, SpaceReceipt(space.name, space.model))
+
+    def _overwritten(self, nbytes: int) -> None:
+        self.receipt.overwritten += nbytes
+
+
+def _count(seen: SpaceReceipt, info: BlockInfo, asked: Request) -> None:
+    seen.blocks += 1
+    seen.bytes += info.stored_bytes
+    seen.pinned += info.pinned
+    seen.shared += bool(asked.tenant and any(tenant != asked.tenant for tenant in info.tenants))
+
+
+def purge(
+    urls: Iterable[TierURL | str],
+    asked: Request,
+    *,
+    dry_run: bool,
+    refuse_s: float = REFUSE_S,
+    overwrite: bool = True,
+    advance: Callable[[int], object] = _nothing,
+) -> Receipt:
+    """Remove blocks from tiers for good, or with `dry_run` say what would go.
+
+    Each tier is opened for itself and closed again. For `refuse_s` seconds the removed blocks are not stored again.
+    `overwrite`: what removed blocks leave on the device is written over where that can be done. `advance` is called
+    with each number of blocks that were dealt with. Raises nothing for a tier that fails: see `TierReceipt.failed`.
+    """
+    receipt = Receipt(asked, dry_run, now_ns() / 1e9)
+    for url in urls:
+        tier = TierReceipt(str(url), now_ns() / 1e9)
+        began = time.monotonic()
+        receipt.tiers.append(tier)
+        try:
+            with open_store(url, readonly=True):  # nothing is made where no tier is
+                pass
+            with open_store(url, readonly=True) if dry_run else open_store(url) as store:
+                one = _Purge(store, asked, tier, refuse_s, overwrite, advance)
+                if dry_run:
+                    one.survey()
+                else:
+                    one.run()
+        except (KVStoreError, ValueError) as error:
+            tier.failed.append(str(error))
+        tier.seconds = time.monotonic() - began
+    receipt.ended = now_ns() / 1e9
+    return receipt
