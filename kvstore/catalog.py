@@ -33,6 +33,7 @@ from kvstore.records import (
     Totals,
     Victim,
     address_of,
+    addresses_of,
 )
 from kvstore.retention import Retention, now_ns
 from kvstore.snapshot import Snapshot
@@ -58,6 +59,7 @@ __all__ = [
     "Totals",
     "Victim",
     "address_of",
+    "addresses_of",
     "stored_capacity",
 ]
 

@@ -18,7 +18,7 @@ from kvstore.layout import BlockLayout, as_bytes
 from kvstore.types import NO_POSITION
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -31,6 +31,8 @@ __all__ = ["FINGERPRINT_BYTES", "MAX_DIGEST_BYTES", "MIN_DIGEST_BYTES", "Namespa
 FINGERPRINT_BYTES = 16
 MIN_DIGEST_BYTES, MAX_DIGEST_BYTES = 16, 64
 MAX_POSITION = 1 << 63
+
+_DIGEST, _GROUP = operator.attrgetter("digest"), operator.attrgetter("group")
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,17 @@ class Namespace:
                 f"{key!r} has a digest of {len(key.digest)} bytes; namespace {self.name} has {self.digest_bytes}"
             )
         self._layout(key.group)
+
+    def check_keys(self, keys: Sequence[BlockKey]) -> list[bytes]:
+        """The digests of `keys`, once it is sure that each can name a block here: `check_key` for a whole batch, at an
+        eighth of its cost for each. Raises `InvalidBlockError` for the first that cannot.
+        """
+        digests = list(map(_DIGEST, keys))
+        same = set(map(type, digests)) <= {bytes} and set(map(len, digests)) <= {self.digest_bytes}
+        if not same or not set(map(_GROUP, keys)) <= set(range(len(self.layouts))):
+            for key in keys:
+                self.check_key(key)
+        return digests
 
     def check_write(self, block: BlockWrite) -> NDArray[np.uint8]:
         """The data of `block` as a flat uint8 view, once it is sure that all of it fits here.

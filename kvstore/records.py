@@ -33,11 +33,22 @@ from kvstore.namespace import FINGERPRINT_BYTES
 from kvstore.types import NO_PARENT, NO_POSITION, BlockInfo, BlockKey
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from kvstore.namespace import Namespace
 
-__all__ = ["FORMAT_VERSION", "NO_CAPACITY", "Entry", "Intent", "Totals", "Victim", "address_of", "mark_prefix"]
+__all__ = [
+    "FORMAT_VERSION",
+    "NO_CAPACITY",
+    "Entry",
+    "Intent",
+    "Totals",
+    "Victim",
+    "address_of",
+    "addresses_of",
+    "mark_prefix",
+    "times_of",
+]
 
 FORMAT_VERSION = 0
 
@@ -45,6 +56,8 @@ NO_CAPACITY = 0
 """How `info` says that the tier has no cap."""
 
 _META = struct.Struct("<HHIQQQQq")
+_TIMES = struct.Struct("<QQ")
+_TIMES_AT = struct.calcsize("<HHIQQ")
 _AGE = struct.Struct("<QQ")
 _ORDER = struct.Struct(">Q")
 _RESERVED = struct.Struct("<Q")
@@ -63,6 +76,15 @@ def address_of(namespace: Namespace, key: BlockKey) -> bytes:
 def mark_prefix(*, label: str = "", tenant: str = "") -> bytes:
     """What the keys in `marks` of a label or of a tenant begin with; the rest is the address."""
     return (b"L" + label.encode() if label else b"T" + tenant.encode()) + b"\0"
+
+
+def addresses_of(namespace: Namespace, keys: Sequence[BlockKey]) -> list[bytes]:
+    """The address of each key, once it is sure that all can name a block there (`Namespace.check_keys`)."""
+    digests = namespace.check_keys(keys)
+    prefixes = [namespace.fingerprint + _GROUP.pack(group) for group in range(len(namespace.layouts))]
+    if len(prefixes) == 1:
+        return [prefixes[0] + digest for digest in digests]
+    return [prefixes[key.group] + digest for key, digest in zip(keys, digests, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +142,12 @@ class Entry:
         """The keys in `marks`."""
         yield from (mark_prefix(label=label) + self.address for label in {mark.label for mark in self.marks} - {""})
         yield from (mark_prefix(tenant=name) + self.address for name in {mark.tenant for mark in self.marks} - {""})
+
+
+def times_of(value: memoryview | bytes) -> tuple[int, int]:
+    """When the block of a value in `meta` was created, and last used: `Entry.unpacked` for who asks nothing else."""
+    created, last_used = _TIMES.unpack_from(value, _TIMES_AT)
+    return created, last_used
 
 
 def _packed_mark(mark: Mark) -> bytes:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import StoreDamagedError
 from kvstore.namespace import Namespace
-from kvstore.records import Entry, Intent, Totals, Victim, mark_prefix
+from kvstore.records import Entry, Intent, Totals, Victim, mark_prefix, times_of
 from kvstore.retention import AHEAD_S, CREDIBLE_NS, now_ns
 from kvstore.tombs import Tombs
 
@@ -61,16 +61,24 @@ class Snapshot:
         return [found.get(address) for address in addresses]
 
     def contains(self, addresses: Sequence[bytes]) -> list[bool]:
-        """Whether each address has an entry. The cheapest question."""
-        found = {bytes(key) for key in self.txn.cursor(self._meta).getmulti(addresses, values=False)}
-        return [address in found for address in addresses]
+        """Whether each address has an entry. The cheapest question: one step of a cursor each, and no object."""
+        return list(map(self.txn.cursor(self._meta).set_key, addresses))
 
     def alive(self, addresses: Sequence[bytes]) -> list[bool]:
         """Whether each address has an entry that has not expired."""
         if not self._catalog.retention:
             return self.contains(addresses)
-        cutoff = self._catalog.retention.cutoff()
-        return [entry is not None and not self._has_expired(entry, cutoff) for entry in self.find(addresses)]
+        cutoff, retention = self._catalog.retention.cutoff(), self._catalog.retention
+        values = map(self.txn.cursor(self._meta).get, addresses)
+        return [
+            value is not None
+            and (not retention.has_expired(*times_of(value), cutoff) or not self._expired_as_noted(address, cutoff))
+            for address, value in zip(addresses, values, strict=True)
+        ]
+
+    def _expired_as_noted(self, address: bytes, cutoff: int) -> bool:
+        (entry,) = self.find([address])
+        return entry is None or self._has_expired(entry, cutoff)
 
     def expired_of(self, addresses: Sequence[bytes]) -> list[Victim]:
         """Those of the blocks that have expired."""

@@ -112,6 +112,16 @@ def test_a_key_that_cannot_name_a_block_here_is_refused(key: BlockKey) -> None:
         SPACE.check_key(BlockKey(bytes(32), -1))
 
 
+def test_a_batch_of_keys_is_checked_as_each_of_them_is() -> None:
+    sound = [BlockKey(bytes([number]) * 32, number % 2) for number in range(5)]
+    assert SPACE.check_keys(sound) == [key.digest for key in sound]
+    assert SPACE.check_keys([]) == []
+    wrong: list[Any] = [BlockKey(bytes(31)), BlockKey(bytes(32), 2), BlockKey(bytes(32), -1), BlockKey(bytearray(32))]  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    for key in wrong:
+        with pytest.raises(InvalidBlockError):
+            SPACE.check_keys([*sound, key, *sound])
+
+
 def test_a_write_is_checked_with_all_that_it_says() -> None:
     block = BlockWrite(BlockKey(bytes(32), 1), bytes(1000), 7, bytes(32))
     assert SPACE.check_write(block).nbytes == 1000

@@ -46,8 +46,10 @@ def test_sixty_times_the_blocks_make_no_lookup_dearer(tmp_path: Path) -> None:
         fill(store, present)
         small_hit, small_miss = cost_of_a_lookup(store, present), cost_of_a_lookup(store, absent)
         fill(store, keys(FEW, MANY))
-        assert cost_of_a_lookup(store, present) < 3 * small_hit
-        assert cost_of_a_lookup(store, absent) < 3 * small_miss
+        assert (
+            cost_of_a_lookup(store, present) < 6 * small_hit
+        )  # more steps, and colder ones; one in proportion would be 60 times as dear
+        assert cost_of_a_lookup(store, absent) < 6 * small_miss
 
 
 def test_blocks_fan_out_over_many_folders(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 import lmdb
 
 from kvstore.abc import REFUSE_S, BlockStore, Capabilities
-from kvstore.catalog import Entry, address_of
+from kvstore.catalog import Entry, address_of, addresses_of
 from kvstore.errors import StoreClosedError, TierUnavailable
 from kvstore.marks import MarkOutcome
 from kvstore.retention import TTL, TTL_FROM, Allowance, now_ns
@@ -296,10 +296,9 @@ class LMDBStore(BlockStore):
             self._puts.close()
 
     def _addresses(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bytes]:
-        for key in keys:
-            namespace.check_key(key)
+        addresses = addresses_of(namespace, keys)
         self._tier.environment.ensure_open()
-        return [address_of(namespace, key) for key in keys]
+        return addresses
 
     @contextmanager
     def _telling(self) -> Generator[None]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import lmdb
 
 from kvstore.abc import REFUSE_S, BlockStore, Capabilities
-from kvstore.catalog import address_of
+from kvstore.catalog import addresses_of
 from kvstore.errors import StoreAccessError, StoreClosedError, TierUnavailable
 from kvstore.marks import MarkOutcome
 from kvstore.objects.settings import REMOTE
@@ -103,7 +103,7 @@ class LocalZarrStore(BlockStore):
 
     def contains_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         with self._using() as tier:
-            addresses = _addresses(namespace, keys)
+            addresses = addresses_of(namespace, keys)
             if tier.is_aside(namespace.fingerprint):
                 return [False] * len(addresses)
             with tier.catalog.read() as snapshot:
@@ -126,7 +126,7 @@ class LocalZarrStore(BlockStore):
 
     def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         with self._using() as tier:
-            addresses = _addresses(namespace, keys)
+            addresses = addresses_of(namespace, keys)
             if tier.readonly or tier.is_aside(namespace.fingerprint):
                 return [False] * len(addresses)
             return remove(tier, addresses)
@@ -135,7 +135,7 @@ class LocalZarrStore(BlockStore):
         self, namespace: Namespace, keys: Sequence[BlockKey], *, refuse_s: float = REFUSE_S, overwrite: bool = True
     ) -> list[bool]:
         with self._using() as tier:
-            addresses = _addresses(namespace, keys)
+            addresses = addresses_of(namespace, keys)
             if tier.readonly or tier.is_aside(namespace.fingerprint):
                 return [False] * len(addresses)
             return purge(tier, addresses, refused_until(refuse_s), overwriting=overwrite)
@@ -178,7 +178,7 @@ class LocalZarrStore(BlockStore):
 
     def touch_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
         with self._using() as tier:
-            addresses = _addresses(namespace, keys)
+            addresses = addresses_of(namespace, keys)
             if tier.catalog.retention:  # what has expired is not made young
                 with tier.catalog.read() as snapshot:
                     alive = snapshot.alive(addresses)
@@ -194,7 +194,7 @@ class LocalZarrStore(BlockStore):
 
     def remove_unused(self, namespace: Namespace, infos: Sequence[BlockInfo]) -> list[bool]:
         with self._using() as tier:
-            addresses = _addresses(namespace, [info.key for info in infos])
+            addresses = addresses_of(namespace, [info.key for info in infos])
             if tier.readonly or tier.is_aside(namespace.fingerprint):
                 return [False] * len(infos)
             with tier.catalog.read() as snapshot:
@@ -217,14 +217,14 @@ class LocalZarrStore(BlockStore):
 
     def mark_many(self, namespace: Namespace, keys: Sequence[BlockKey], mark: Mark) -> list[MarkOutcome]:
         with self._using() as tier:
-            addresses = _addresses(namespace, keys)
+            addresses = addresses_of(namespace, keys)
             if tier.readonly or tier.is_aside(namespace.fingerprint):
                 return [MarkOutcome.FAILED] * len(addresses)
             return tier.catalog.mark(addresses, mark)
 
     def unmark_many(self, namespace: Namespace, keys: Sequence[BlockKey], mark: Mark) -> list[bool]:
         with self._using() as tier:
-            addresses = _addresses(namespace, keys)
+            addresses = addresses_of(namespace, keys)
             if tier.readonly or tier.is_aside(namespace.fingerprint):
                 return [False] * len(addresses)
             return tier.catalog.unmark(addresses, mark)
@@ -286,9 +286,3 @@ class LocalZarrStore(BlockStore):
                 self._active -= 1
                 if self._closed and not self._active:
                     self._idle.notify_all()
-
-
-def _addresses(namespace: Namespace, keys: Sequence[BlockKey]) -> list[bytes]:
-    for key in keys:
-        namespace.check_key(key)
-    return [address_of(namespace, key) for key in keys]

@@ -1,0 +1,251 @@
+"""What a tier of a million blocks costs beside one of ten thousand: opening, lookups, puts, gets, evictions.
+
+    python benchmarks/scale.py                      both local tiers, 10,000 and 1,000,000 blocks (minutes, 5 GB)
+    python benchmarks/scale.py --blocks 100000      a tenth of it
+    python benchmarks/scale.py --files 1000000      as many real files, too
+
+Blocks have 3,584 bytes, so that each is one page or one file of one page: what is measured is what a block costs beside
+its bytes. Each figure is the median over batches, in microseconds of CPU (all threads of this process) and of time.
+
+`lmdb://` holds real blocks. Of `file://` a million files are too slow to make for every run: there, `--files` blocks
+are real (the first ones, which are therefore evicted first), and the rest stands in the catalogue alone, entered
+through its own API. Lookups, puts and evictions meet the whole catalogue, and only real files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from kvstore import BlockKey, BlockLayout, BlockRead, BlockWrite, GetOutcome, Namespace, PutOutcome, open_store
+from kvstore.catalog import Entry, addresses_of
+from kvstore.retention import now_ns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from kvstore import BlockStore
+    from kvstore.catalog import Catalog
+    from kvstore.environment import Environment
+
+BLOCK_BYTES = 3584
+STORED_BYTES = 4096
+SPACE = Namespace("scale", "revision-1", (BlockLayout.opaque(BLOCK_BYTES),), block_tokens=16)
+
+PUT_TOGETHER, LOOKED_UP_TOGETHER = 64, 1000
+BATCHES, LOOKUPS = 40, 200
+BESIDE = {"lmdb": 1.1, "file": 1.6}
+"""What a tier's capacity has to be, beside its blocks, for its own records: few blocks have much beside them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one block cost in one kind of call: microseconds, CPU of this process and time on the wall."""
+
+    cpu: float
+    wall: float
+
+    @property
+    def rate(self) -> float:
+        """Blocks a second of CPU."""
+        return 1e6 / self.cpu
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One tier of `blocks` blocks. `bare` is LMDB's own lookup of the same addresses, without a store around it."""
+
+    scheme: str
+    blocks: int
+    open_s: float
+    usage: Cost
+    hit: Cost
+    miss: Cost
+    bare_hit: Cost
+    bare_miss: Cost
+    put: Cost
+    get: Cost
+    evict: Cost
+
+
+def keys(start: int, stop: int) -> list[BlockKey]:
+    """The keys of blocks by number."""
+    return [BlockKey(hashlib.sha256(b"%d" % number).digest()) for number in range(start, stop)]
+
+
+def cost_of(call: Callable[[Any], object], batches: Sequence[Sequence[Any]]) -> Cost:
+    """The median over `batches`, for each element of one."""
+    spent: list[tuple[float, float]] = []
+    for batch in batches:
+        cpu, wall = time.process_time(), time.perf_counter()
+        call(batch)
+        spent.append(((time.process_time() - cpu) / len(batch), (time.perf_counter() - wall) / len(batch)))
+    return Cost(*(1e6 * median(one[kind] for one in spent) for kind in (0, 1)))
+
+
+def put(store: BlockStore, some: Sequence[BlockKey]) -> None:
+    """Store blocks, all of them new."""
+    data = np.zeros(BLOCK_BYTES, np.uint8).data
+    outcomes = store.put_many(SPACE, [BlockWrite(key, data) for key in some])
+    if set(outcomes) != {PutOutcome.STORED}:
+        sys.exit(f"{store}: not all of {len(some)} blocks were stored: {sorted({one.value for one in outcomes})}")
+
+
+def get(store: BlockStore, some: Sequence[BlockKey]) -> None:
+    """Load blocks, all of them there."""
+    into = np.empty((len(some), BLOCK_BYTES), np.uint8)
+    outcomes = store.get_many_into(SPACE, [BlockRead(key, row.data) for key, row in zip(some, into, strict=True)])
+    if set(outcomes) != {GetOutcome.HIT}:
+        sys.exit(f"{store}: not all of {len(some)} blocks were hits")
+
+
+def fill(store: BlockStore, blocks: int, real: int) -> None:
+    """Store the first `real` blocks, and enter the rest into the catalogue, as younger ones without a file."""
+    for start in range(0, real, 1000):
+        put(store, keys(start, min(real, start + 1000)))
+        told(f"{store.url.scheme}://: {start} of {real} blocks stored")
+    catalog: Catalog = cast("Any", store)._tier.catalog
+    for start in range(real, blocks, 1000):
+        now = now_ns()
+        addresses = addresses_of(SPACE, keys(start, min(blocks, start + 1000)))
+        with catalog.write() as change:
+            first = change.generations(len(addresses))
+            change.publish([Entry(address, STORED_BYTES, now, now, first + n) for n, address in enumerate(addresses)])
+        told(f"{store.url.scheme}://: {start} of {blocks} blocks entered")
+
+
+def bare(store: BlockStore) -> Callable[[Sequence[bytes]], object]:
+    """A lookup in the same environment with nothing around it: py-lmdb's own call for many keys."""
+    environment: Environment = cast("Any", store)._tier.environment
+    meta = environment.databases["meta"]
+
+    def look(addresses: Sequence[bytes]) -> object:
+        with environment.read() as txn:
+            return txn.cursor(meta).getmulti(addresses, values=False)
+
+    return look
+
+
+def batches_of(numbers: Iterator[int], size: int, count: int) -> list[list[BlockKey]]:
+    """`count` batches of keys, by number."""
+    return [[key for number in islice(numbers, size) for key in keys(number, number + 1)] for _ in range(count)]
+
+
+def random_numbers(start: int, stop: int) -> Iterator[int]:
+    """Without end, the same in every run."""
+    random = Random(7)
+    while True:
+        yield random.randrange(start, stop)
+
+
+def measured(url: str, blocks: int, real: int) -> Figures:
+    """Fill a tier to its cap, close it, and measure it from its next opening on."""
+    begin = time.perf_counter()
+    with open_store(url) as store:
+        room = BATCHES * PUT_TOGETHER
+        fill(store, blocks, real)
+    told(f"{url}: filled in {time.perf_counter() - begin:.0f} s", always=True)
+    begin = time.perf_counter()
+    with open_store(url) as store:
+        open_s = time.perf_counter() - begin
+        hits = batches_of(random_numbers(0, blocks), LOOKED_UP_TOGETHER, LOOKUPS)
+        misses = batches_of(random_numbers(1 << 40, 1 << 41), LOOKED_UP_TOGETHER, LOOKUPS)
+        addresses = [[addresses_of(SPACE, batch) for batch in kind] for kind in (hits, misses)]
+        look = bare(store)
+        fresh = batches_of(iter(range(1 << 41, 1 << 42)), PUT_TOGETHER, BATCHES)
+        return Figures(
+            scheme=store.url.scheme,
+            blocks=blocks,
+            open_s=open_s,
+            usage=cost_of(lambda _: store.usage(), [[None]] * LOOKUPS),
+            hit=cost_of(lambda batch: store.contains_many(SPACE, batch), hits),
+            bare_hit=cost_of(look, addresses[0]),
+            miss=cost_of(lambda batch: store.contains_many(SPACE, batch), misses),
+            bare_miss=cost_of(look, addresses[1]),
+            get=cost_of(lambda batch: get(store, batch), batches_of(random_numbers(0, real), PUT_TOGETHER, BATCHES)),
+            put=cost_of(lambda batch: put(store, batch), fresh),
+            evict=evictions(store, blocks + room),
+        )
+
+
+def evictions(store: BlockStore, first: int) -> Cost:
+    """What a put costs that has to evict as many blocks: at the cap, which is reached first."""
+    numbers, before = iter(range(first + (1 << 30), 1 << 40)), -1
+    while store.usage().blocks > before:
+        before = store.usage().blocks
+        for batch in batches_of(numbers, PUT_TOGETHER, 40):
+            put(store, batch)
+    return cost_of(lambda batch: put(store, batch), batches_of(numbers, PUT_TOGETHER, BATCHES))
+
+
+TOLD_EVERY_S = 10.0
+_told_at = 0.0
+
+
+def told(text: str, *, always: bool = False) -> None:
+    """A line of progress every few seconds."""
+    global _told_at
+    if always or time.monotonic() - _told_at > TOLD_EVERY_S:
+        _told_at = time.monotonic()
+        print(text, file=sys.stderr)
+
+
+def show(few: Figures, many: Figures) -> None:
+    """Both tiers side by side."""
+    table = Table(title=f"{few.scheme}://", title_justify="left")
+    for name in ("", f"{few.blocks:,} blocks", f"{many.blocks:,} blocks", "ratio"):
+        table.add_column(name, justify="right" if name else "left")
+    table.add_row("opening", f"{few.open_s:.3f} s", f"{many.open_s:.3f} s", f"{many.open_s / few.open_s:.2f}")
+    for name in ("hit", "miss", "bare_hit", "bare_miss"):
+        one, other = getattr(few, name), getattr(many, name)
+        cells = (f"{cost.rate:,.0f} a second of CPU, {1e6 / cost.wall:,.0f} in time" for cost in (one, other))
+        table.add_row(name.replace("_", " ") + " (lookups)", *cells, f"{one.rate / other.rate:.2f}")
+    for name in ("usage", "get", "put", "evict"):
+        one, other = getattr(few, name), getattr(many, name)
+        cells = (f"{cost.cpu:.0f} us CPU, {cost.wall:.0f} us" for cost in (one, other))
+        table.add_row(name, *cells, f"{other.cpu / one.cpu:.2f} CPU, {other.wall / one.wall:.2f}")
+    Console(width=150).print(table)
+
+
+def main() -> None:
+    """Measure what the command line asks for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--small", type=int, default=10_000, help="blocks of the small tier")
+    parser.add_argument("--blocks", type=int, default=1_000_000, help="blocks of the large tier")
+    parser.add_argument("--files", type=int, default=100_000, help="real files of the large file:// tier")
+    parser.add_argument("--schemes", default="lmdb,file", help="which tiers")
+    parser.add_argument("--dir", type=Path, default=None, help="where (5 GB); default: the temporary directory")
+    parser.add_argument("--json", action="store_true", help="the figures as JSON")
+    arguments = parser.parse_args()
+    for scheme in arguments.schemes.split(","):
+        pair: list[Figures] = []
+        for blocks in (arguments.small, arguments.blocks):
+            place = Path(tempfile.mkdtemp(prefix="kvstore-scale-", dir=arguments.dir))
+            try:
+                capacity = int((blocks + 2 * BATCHES * PUT_TOGETHER) * STORED_BYTES * BESIDE[scheme]) + (8 << 20)
+                real = blocks if scheme == "lmdb" else min(blocks, arguments.files)
+                pair.append(measured(f"{scheme}://{place}/tier?capacity={capacity}", blocks, real))
+            finally:
+                shutil.rmtree(place)
+        if arguments.json:
+            print(*(f"{asdict(one)}" for one in pair), sep="\n")
+        else:
+            show(*pair)
+
+
+if __name__ == "__main__":
+    main()
