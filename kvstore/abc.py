@@ -22,6 +22,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, ClassVar
 
 from kvstore.marks import MarkOutcome
+from kvstore.repairing import Examination
 from kvstore.types import Residue
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from kvstore.doctor import Finding
     from kvstore.marks import Mark
     from kvstore.namespace import Namespace
+    from kvstore.repairing import Repaired
     from kvstore.types import (
         BlockInfo,
         BlockKey,
@@ -146,6 +148,13 @@ class BlockStore(ABC):
     def close(self) -> None:
         """Finish what was started, release what is held. A second call does nothing."""
 
+    def check_many(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
+        """`get_many_into`, for who only looks after blocks: where a store keeps when blocks were used, this is no use.
+
+        A CORRUPT block is removed, as there. This default is a get.
+        """
+        return self.get_many_into(namespace, blocks)
+
     def touch_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:  # noqa: B027 - optional
         """Make blocks young for eviction without reading them; unknown keys are passed over.
 
@@ -229,6 +238,29 @@ class BlockStore(ABC):
 
     def leftovers(self, *, remove: bool = False) -> list[Leftover]:  # noqa: ARG002 - for stores that have some
         """What writers that died left in the tier, and nothing takes away by itself; `remove` takes it away."""
+        return []
+
+    def repair(self) -> list[Repaired]:
+        """Put right what the store's own records and documents lack or have too much; what that was, if anything.
+
+        The blocks' bytes are not read: `check_many` does that. Nothing happens on a read-only store.
+        """
+        return []
+
+    @classmethod
+    def examine(cls, url: TierURL) -> Examination:  # noqa: ARG003 - for backends that look
+        """What is wrong with the records of the tier that the validated `url` names, looked at without opening it.
+
+        For records that could end the process of who relies on them. Changes nothing. Raises a `StoreOpenError`.
+        """
+        return Examination()
+
+    @classmethod
+    def salvage(cls, url: TierURL) -> list[Repaired]:  # noqa: ARG003 - for backends that can
+        """Make a tier in which `examine` found something wrong one that can be opened, with what can still be trusted.
+
+        What an opening makes anew by itself is left to it. Raises a `StoreOpenError`.
+        """
         return []
 
     @classmethod

@@ -9,20 +9,22 @@ import os
 import re
 import struct
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from lmdb.verify import VerifyError, verify  # pyright: ignore[reportUnknownVariableType]
 
 from kvstore.errors import StoreAccessError
+from kvstore.lmdb_pages import PAGE, PageError, Pages, Tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PAGE", "check_filesystem", "damage", "filesystem_of", "is_network"]
+__all__ = ["PAGE", "Entries", "check_filesystem", "damage", "filesystem_of", "is_network", "readable"]
 
-PAGE = 4096
-"""Bytes in an LMDB page here; also what the device is assumed to allocate at least."""
+Entries: TypeAlias = "dict[bytes, Callable[[], bytes]]"
+"""Keys of a database, and what reads their values (and may raise `PageError` or OSError)."""
 
 # Untyped in py-lmdb.
 _verify = cast("Callable[[str], list[str]]", verify)
@@ -71,20 +73,22 @@ _META = struct.Struct("=IIQQ48s48sQQ")  # magic, version, address, map size, fre
 _MAGIC, _VERSION, _META_FLAG = 0xBEEFC0DE, 1, 0x08
 
 
-def damage(directory: Path, *, thorough: bool) -> str | None:
+def damage(directory: Path, *, thorough: bool, trees: bool = False) -> str | None:
     """What is wrong with the environment in `directory`, in words; None when it may be opened (or there is none).
 
-    Reads `data.mdb` with plain reads, never through LMDB. Otherwise quick (header pages, length: catches what would
-    be SIGBUS); `thorough` walks every page that is in use (`lmdb.verify`; 0.3 s for 100,000 catalogue entries) and
-    finds every lost write, for use after an unclean close, when nobody has the environment open.
-    Neither sees a flipped byte inside a value: that is what block checksums are for.
+    Reads `data.mdb` with plain reads, never through LMDB. Always quick (header pages, length: catches what would
+    be SIGBUS). `trees` reads every page that LMDB would find its way by (`kvstore.lmdb_pages`): what LMDB might abort
+    at. `thorough` walks every page that is in use (`lmdb.verify`; 0.3 s for 100,000 catalogue entries) and
+    finds every lost write, for use after an unclean close. Both only when nobody has the environment open.
+    None sees a flipped byte inside a value: that is what block checksums are for.
     """
     path = directory / "data.mdb"
     try:
         with path.open("rb") as file:
             heads = [os.pread(file.fileno(), 16 + _META.size, page * PAGE) for page in (0, 1)]
-            size = os.fstat(file.fileno()).st_size
-        problem = _header_problem(heads, size)
+            problem = _header_problem(heads, os.fstat(file.fileno()).st_size)
+            if problem is None and (trees or thorough):
+                problem = _tree_problem(file.fileno(), heads)
         if problem is None and thorough:
             found = _verify(str(directory))
             problem = f"{found[0]} (and {len(found) - 1} more)" if found else None
@@ -95,17 +99,67 @@ def damage(directory: Path, *, thorough: bool) -> str | None:
     return f"{path}: {problem}" if problem else None
 
 
+@dataclass(frozen=True, slots=True)
+class _Meta:
+    """One of the two headers."""
+
+    transaction: int
+    last_page: int
+    free: Tree
+    main: Tree
+
+
+def readable(descriptor: int) -> Callable[[str], Entries]:
+    """What a damaged data file still says: the entries of a named database, as far as sound pages lead to them from the
+    newest header that is one; from the one before where that leads to none. None of it is sure to be true.
+    """
+    heads = [os.pread(descriptor, 16 + _META.size, page * PAGE) for page in (0, 1)]
+    sound = [_meta(head) for page, head in enumerate(heads) if _not_a_header(page, head) is None]
+    pages = Pages(descriptor, os.fstat(descriptor).st_size // PAGE - 1)
+    states = [
+        {tree.name: tree for tree in pages.trees(meta.main)}
+        for meta in sorted(sound, key=lambda meta: meta.transaction, reverse=True)
+    ]
+
+    def read(name: str) -> Entries:
+        found: Entries = {}
+        for state in states:
+            found = found or (dict(pages.entries(state[name])) if name in state else found)
+        return found
+
+    return read
+
+
+def _meta(head: bytes) -> _Meta:
+    _, _, _, _, free, main, last_page, transaction = _META.unpack_from(head, 16)
+    return _Meta(transaction, last_page, Tree.unpacked("of free pages", free), Tree.unpacked("of databases", main))
+
+
 def _header_problem(heads: list[bytes], size: int) -> str | None:
-    newest, needed = -1, 0
     for page, head in enumerate(heads):
-        if len(head) < 16 + _META.size:
-            return f"{size} bytes are too few for an environment"
-        number, _, flags = struct.unpack_from("=QHH", head)
-        magic, version, _, _, free, _, last_page, transaction = _META.unpack_from(head, 16)
-        if (number, magic, version) != (page, _MAGIC, _VERSION) or not flags & _META_FLAG:
-            return f"page {page} is not the header of an LMDB 0.9 environment"
-        if int.from_bytes(free[:4], sys.byteorder) != PAGE:
-            return f"its pages are not of {PAGE} bytes"
-        if transaction > newest:
-            newest, needed = transaction, (last_page + 1) * PAGE
+        if problem := _not_a_header(page, head):
+            return problem
+    needed = (max(map(_meta, heads), key=lambda meta: meta.transaction).last_page + 1) * PAGE
     return f"it was cut to {size} bytes, {needed} are in use" if size < needed else None
+
+
+def _not_a_header(page: int, head: bytes) -> str | None:
+    if len(head) < 16 + _META.size:
+        return f"{page * PAGE + len(head)} bytes are too few for an environment"
+    number, _, flags = struct.unpack_from("=QHH", head)
+    magic, version, _, _, free, *_ = _META.unpack_from(head, 16)
+    if (number, magic, version) != (page, _MAGIC, _VERSION) or not flags & _META_FLAG:
+        return f"page {page} is not the header of an LMDB 0.9 environment"
+    return None if int.from_bytes(free[:4], sys.byteorder) == PAGE else f"its pages are not of {PAGE} bytes"
+
+
+def _tree_problem(descriptor: int, heads: list[bytes]) -> str | None:
+    metas = [_meta(head) for head in heads]
+    newest = max(metas, key=lambda meta: meta.transaction)
+    if abs(metas[0].transaction - metas[1].transaction) > 1 or newest != metas[newest.transaction & 1]:
+        return "its two headers are not of two transactions that follow each other"
+    try:
+        Pages(descriptor, newest.last_page).check(newest.main, newest.free)
+    except PageError as found:
+        return str(found)
+    return None

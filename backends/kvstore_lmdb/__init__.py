@@ -22,14 +22,16 @@ from kvstore.abc import REFUSE_S, BlockStore, Capabilities
 from kvstore.catalog import Entry, address_of, addresses_of
 from kvstore.errors import StoreClosedError, TierUnavailable
 from kvstore.marks import MarkOutcome
+from kvstore.repairing import examine_environment
 from kvstore.retention import TTL, TTL_FROM, Allowance, now_ns
 from kvstore.tombs import refused_until
 from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, Residue, Usage
-from kvstore.url import CAPACITY, DURABILITY, MODE, READONLY, Option, TierURL
+from kvstore.url import CAPACITY, DURABILITY, MODE, READONLY, Option, TierURL, local_path
 from kvstore_lmdb.entry import Bytes, is_intact, read_into, stored_bytes
 from kvstore_lmdb.opening import BLOCKS, Tier, open_tier, take_out, tree_bytes
 from kvstore_lmdb.purge import finish_purge
 from kvstore_lmdb.put import Puts, Staged, chunks
+from kvstore_lmdb.repair import repair
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from kvstore.doctor import Finding
     from kvstore.marks import Mark
     from kvstore.namespace import Namespace
+    from kvstore.repairing import Examination, Repaired
 
 __all__ = ["LMDBStore"]
 
@@ -113,6 +116,16 @@ class LMDBStore(BlockStore):
         return outcomes
 
     def get_many_into(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
+        outcomes = self.check_many(namespace, blocks)
+        if not self._readonly:
+            catalog, found = self._tier.catalog, zip(blocks, outcomes, strict=True)
+            hits = (address_of(namespace, block.key) for block, outcome in found if outcome is GetOutcome.HIT)
+            if catalog.note(hits) and catalog.retention:  # or others would take these blocks for expired
+                with suppress(OSError, lmdb.Error):
+                    catalog.settle()
+        return outcomes
+
+    def check_many(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
         checked = [
             (address_of(namespace, block.key), namespace.check_buffer(block.key, block.into, writable=True))
             for block in blocks
@@ -124,17 +137,10 @@ class LMDBStore(BlockStore):
             if catalog.retention:
                 with catalog.read() as snapshot:
                     alive = snapshot.alive([address for address, _ in checked])
-            outcomes = [
+            return [
                 self._get(address, into) if is_alive else GetOutcome.MISS
                 for (address, into), is_alive in zip(checked, alive, strict=True)
             ]
-        if not self._readonly:
-            found = zip(checked, outcomes, strict=True)
-            due = catalog.note(address for (address, _), outcome in found if outcome is GetOutcome.HIT)
-            if due and catalog.retention:  # or others would take these blocks for expired
-                with suppress(OSError, lmdb.Error):
-                    catalog.settle()
-        return outcomes
 
     def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         addresses = self._addresses(namespace, keys)
@@ -249,6 +255,22 @@ class LMDBStore(BlockStore):
             if ahead:
                 with catalog.write() as change:
                     change.redate(ahead)
+
+    def repair(self) -> list[Repaired]:
+        if self._readonly:
+            return []
+        with self._telling():
+            return repair(self._tier)
+
+    @classmethod
+    def examine(cls, url: TierURL) -> Examination:
+        return examine_environment(local_path(url), local_path(url))
+
+    @classmethod
+    def salvage(cls, url: TierURL) -> list[Repaired]:
+        from kvstore_lmdb.salvage import salvage
+
+        return salvage(url)
 
     @classmethod
     def diagnose(cls, url: TierURL, usage: Usage | None) -> Iterable[Finding]:

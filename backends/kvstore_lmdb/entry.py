@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvstore.namespace import Namespace
     from kvstore.types import BlockKey
 
-__all__ = ["HEADER_BYTES", "Bytes", "fill", "is_intact", "read_into", "stored_bytes"]
+__all__ = ["HEADER_BYTES", "Bytes", "created_at", "fill", "is_intact", "read_into", "stored_bytes"]
 
 Bytes = NDArray[np.uint8]
 
@@ -79,6 +79,20 @@ def read_into(value: memoryview, into: Bytes) -> bytes:
         return b""
     np.copyto(into, np.frombuffer(value, np.uint8, offset=HEADER_BYTES))
     return bytes(value[:HEADER_BYTES])
+
+
+def created_at(value: memoryview, address: bytes) -> int | None:
+    """When the block in `value` was stored, as far as its header can be trusted: None if it is not that of `address`.
+
+    Reads the header alone.
+    """
+    header = bytes(value[:HEADER_BYTES])
+    if len(header) != HEADER_BYTES or crc32c(header[: _FIELDS.size]) != _CRC.unpack_from(header, _FIELDS.size)[0]:
+        return None
+    magic, version, group, length, _, fingerprint, digest, nbytes, created, _ = _FIELDS.unpack_from(header)
+    if (magic, version, nbytes) != (_MAGIC, _VERSION, len(value) - HEADER_BYTES):
+        return None
+    return created if address == fingerprint + group.to_bytes(2, "big") + digest[:length] else None
 
 
 def is_intact(header: bytes, payload: Bytes, address: bytes) -> bool:

@@ -168,7 +168,7 @@ def _repair(presence: Presence) -> tuple[str, ...]:
     """
     directory, missing = presence.directory, presence.found is State.MISSING
     unsure = missing or presence.found in (State.SUSPECT, State.REBUILDING)
-    problem = damage(directory, thorough=unsure and presence.alone)
+    problem = damage(directory, thorough=unsure and presence.alone, trees=presence.alone)
     if problem is None:
         return ()
     if presence.readonly or not presence.alone:

@@ -87,8 +87,21 @@ class Folders:
         if os.path.exists(document):
             return
         make_folder(folder, self._mode)
-        if self._is_linked(text, document):
-            return
+        if not self._is_linked(text, document):
+            self._write(document, text, draft)
+
+    def rewrite(self, documents: Mapping[str, bytes], *, unique: str) -> None:
+        """Put documents (path relative to the root, to text) in place of what stands there. Raises OSError."""
+        draft = f"{self._temporaries}/{unique}"
+        self._documents.clear()  # one that is damaged is not to be linked to
+        for path, text in documents.items():
+            document = f"{self._root}/{path}"
+            if self._is_linked(text, draft):
+                os.rename(draft, document)
+            else:
+                self._write(document, text, draft)
+
+    def _write(self, document: str, text: bytes, draft: str) -> None:
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, self._mode)
         try:
             permit(fd, self._mode)

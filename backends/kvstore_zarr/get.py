@@ -47,9 +47,11 @@ class _Look(enum.Enum):
 
 
 def get_blocks(
-    tier: LocalTier, tree: NamespaceTree, reads: Sequence[tuple[BlockKey, NDArray[np.uint8]]]
+    tier: LocalTier, tree: NamespaceTree, reads: Sequence[tuple[BlockKey, NDArray[np.uint8]]], *, used: bool = True
 ) -> list[GetOutcome]:
-    """Get blocks of one namespace, whose buffers have been checked; one outcome each, in order."""
+    """Get blocks of one namespace, whose buffers have been checked; one outcome each, in order. `used`: that is a use
+    of those that are found.
+    """
     addresses = [address_of(tree.namespace, key) for key, _ in reads]
     with tier.catalog.read() as snapshot:
         present = snapshot.alive(addresses)
@@ -58,7 +60,7 @@ def get_blocks(
         for address, (key, into), there in zip(addresses, reads, present, strict=True)
     ]
     hits = [address for address, outcome in zip(addresses, outcomes, strict=True) if outcome is GetOutcome.HIT]
-    if hits and not tier.readonly and tier.catalog.note(hits):
+    if used and hits and not tier.readonly and tier.catalog.note(hits):
         with suppress(OSError):  # a full disk, say: notes of use are no loss to fail a read for
             tier.catalog.settle()
     return outcomes

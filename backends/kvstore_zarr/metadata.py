@@ -37,12 +37,14 @@ __all__ = [
     "is_namespace_name",
     "namespaces_in",
     "parse_namespace",
+    "read_document",
     "read_namespace",
 ]
 
 METADATA_NAME = "zarr.json"
 _ATTRIBUTE = "kvstore"
 _NAME = re.compile("[0-9a-f]{32}")
+_ARRAY = re.compile("[0-9a-f]{2}")
 _LARGEST_MANIFEST = 16 << 20
 
 
@@ -104,6 +106,17 @@ class NamespaceTree:
             f"{self.folder(key)}/{METADATA_NAME}": self._of_arrays[key.group],
         }
 
+    def all_documents(self, root: Path) -> dict[str, bytes]:
+        """`documents`, of every folder that stands below `root`: path relative to it, to text."""
+        name = self.namespace.name
+        found = {f"{name}/{METADATA_NAME}": self._of_namespace}
+        for group, folder in enumerate(self._groups):
+            if (root / folder).is_dir():
+                found[f"{folder}/{METADATA_NAME}"] = self._of_group
+                arrays = (array for array in sorted((root / folder).iterdir()) if _ARRAY.fullmatch(array.name))
+                found |= {f"{folder}/{array.name}/{METADATA_NAME}": self._of_arrays[group] for array in arrays}
+        return found
+
     def _namespace_document(self) -> dict[str, Any]:
         facts = {
             "format": FORMAT_VERSION,
@@ -147,7 +160,7 @@ def read_namespace(folder: Path) -> Namespace | None:
     """
     place = str(folder / METADATA_NAME)
     try:
-        data = _read(folder / METADATA_NAME)
+        data = read_document(folder / METADATA_NAME)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -219,7 +232,8 @@ def namespaces_in(root: Path) -> tuple[list[NamespaceTree], dict[str, StoreOpenE
     return trees, aside
 
 
-def _read(path: Path) -> bytes:
+def read_document(path: Path) -> bytes:
+    """The text of a `zarr.json`. Raises OSError."""
     with open(open_file(str(path), os.O_RDONLY), "rb") as file:
         return file.read(_LARGEST_MANIFEST)
 

@@ -31,13 +31,15 @@ from kvstore_zarr.folders import FOLDERS_DATABASE, Folders, occupied
 from kvstore_zarr.metadata import namespaces_in, read_namespace
 from kvstore_zarr.names import NameLocks
 from kvstore_zarr.put import make_room
-from kvstore_zarr.rebuild import rebuild
+from kvstore_zarr.rebuild import marks_in, rebuild
 from kvstore_zarr.removal import reclaim, remove_dropped
 from kvstore_zarr.tier import CATALOGUE, DRAFTS, INNER, LocalTier
 
 if TYPE_CHECKING:
     from collections.abc import Generator
     from pathlib import Path
+
+    from kvstore_zarr.rebuild import Marks
 
 __all__ = ["close_tier", "open_tier"]
 
@@ -63,14 +65,13 @@ def open_tier(url: TierURL) -> tuple[LocalTier, str | None]:
             for folder in (root, root / INNER, root / CATALOGUE, root / DRAFTS):
                 make_folder(folder, mode)
         with Presence.opening(root / INNER, readonly=url.option(READONLY), mode=mode) as presence:
-            must_rebuild = _must_rebuild(root / CATALOGUE, presence)
             try:
-                return _open_parts(url, root, presence, mode, must_rebuild=must_rebuild)
+                return _open_parts(url, root, presence, mode, must_rebuild=_must_rebuild(root / CATALOGUE, presence))
             except StoreDamagedError as error:
                 if presence.readonly or not presence.alone:
                     raise
-                _discard_catalogue(root / CATALOGUE, presence)
-                tier, reason = _open_parts(url, root, presence, mode, must_rebuild=True)
+                marks = _discard_catalogue(root / CATALOGUE, presence)
+                tier, reason = _open_parts(url, root, presence, mode, must_rebuild=True, marks=marks)
                 tier.remark(f"its catalogue was made anew from the blocks ({error})")
                 return tier, reason
 
@@ -122,7 +123,7 @@ def _check_location(root: Path, url: TierURL) -> None:
 
 
 def _open_parts(
-    url: TierURL, root: Path, presence: Presence, mode: int, *, must_rebuild: bool
+    url: TierURL, root: Path, presence: Presence, mode: int, *, must_rebuild: bool, marks: Marks | None = None
 ) -> tuple[LocalTier, str | None]:
     readonly = url.option(READONLY)
     with ExitStack() as undo:
@@ -154,7 +155,7 @@ def _open_parts(
         for name, error in namespaces_in(root)[1].items():
             tier.set_aside(name, error)
         if not readonly:
-            _bring_in_order(tier, must_rebuild=must_rebuild)
+            _bring_in_order(tier, must_rebuild=must_rebuild, marks=marks)
         undo.pop_all()
     return tier, reason
 
@@ -171,30 +172,29 @@ def _slack(capacity: int | None, *, buffered: bool) -> int:
 
 
 def _must_rebuild(catalogue: Path, presence: Presence) -> bool:
-    """Whether the catalogue cannot be trusted; one that cannot even be opened is taken away. Under the gate."""
+    """Whether there is no catalogue to be trusted. Raises for one that must not even be opened. Under the gate."""
     suspect = presence.alone and presence.found not in (State.CLEAN, State.DIRTY)
-    problem = damage(catalogue, thorough=suspect)
-    if presence.readonly or not presence.alone:
-        if problem is not None:
-            raise StoreDamagedError(
-                f"{problem}: open the tier alone and without readonly=true, and it is rebuilt. No block is lost"
-            )
-        return False
+    problem = damage(catalogue, thorough=suspect, trees=presence.alone)
     if problem is not None:
-        _discard_catalogue(catalogue, presence)
-    return suspect or not (catalogue / "data.mdb").exists()
+        raise StoreDamagedError(
+            f"{problem}: open the tier alone and without readonly=true, and it is rebuilt. No block is lost"
+        )
+    return presence.alone and not presence.readonly and (suspect or not (catalogue / "data.mdb").exists())
 
 
-def _discard_catalogue(catalogue: Path, presence: Presence) -> None:
+def _discard_catalogue(catalogue: Path, presence: Presence) -> Marks:
+    """Take it away, but for what was said of blocks, as far as that can be read."""
     presence.mark(State.REBUILDING)
+    marks = marks_in(catalogue)
     for name in ("data.mdb", "lock.mdb"):
         (catalogue / name).unlink(missing_ok=True)
+    return marks
 
 
-def _bring_in_order(tier: LocalTier, *, must_rebuild: bool) -> None:
+def _bring_in_order(tier: LocalTier, *, must_rebuild: bool, marks: Marks | None) -> None:
     if must_rebuild:
         tier.presence.mark(State.REBUILDING)
-        rebuild(tier)
+        rebuild(tier, marks)
     _measure_aside(tier)
     try:
         reclaim(tier, alone=tier.presence.alone)

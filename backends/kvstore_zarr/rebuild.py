@@ -8,13 +8,17 @@ What was said of blocks (`kvstore.marks`) stands in the catalogue alone: it is t
 from __future__ import annotations
 
 import os
+import struct
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from kvstore.catalog import Entry, address_of
 from kvstore.files import NotAFileError, open_file
+from kvstore.lmdb_files import readable
+from kvstore.lmdb_pages import PageError
 from kvstore_zarr.metadata import namespaces_in
 from kvstore_zarr.removal import erase, overwrite
 from kvstore_zarr.tier import DRAFTS
@@ -24,22 +28,41 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.catalog import Change
+    from kvstore.marks import Mark
     from kvstore.types import BlockKey
     from kvstore_zarr.metadata import NamespaceTree
     from kvstore_zarr.tier import LocalTier
 
-__all__ = ["block_files", "publish", "read_entry", "rebuild"]
+__all__ = ["Marks", "block_files", "marks_in", "publish", "read_entry", "rebuild"]
+
+Marks: TypeAlias = "dict[bytes, tuple[Mark, ...]]"
+"""By address."""
 
 ENTRIES_AT_ONCE = 4096
 """Entries published per transaction."""
 
 
-def rebuild(tier: LocalTier) -> None:
-    """Fill the tier's catalogue, of which only the marks count, from its files. The caller is alone in the tier."""
+def marks_in(catalogue: Path) -> Marks:
+    """The marks in a catalogue that LMDB must not open, as far as sound pages lead to them."""
+    found: Marks = {}
+    with (catalogue / "data.mdb").open("rb") as file:
+        for address, load in readable(file.fileno())("meta").items():
+            with suppress(PageError, OSError, ValueError, struct.error):
+                entry = Entry.unpacked(address, load())
+                if entry.marks:
+                    found[address] = entry.marks
+    return found
+
+
+def rebuild(tier: LocalTier, marks: Marks | None = None) -> None:
+    """Fill the tier's catalogue, of which only the marks count, from its files. The caller is alone in the tier.
+
+    `marks` count instead, where the catalogue is a new one.
+    """
     for draft in (tier.root / DRAFTS).iterdir():
         erase(str(draft))
     with tier.catalog.write() as change:
-        marks = change.all_marks()
+        marks = change.all_marks() if marks is None else marks
         change.clear()
         tier.folders.forget(change.txn)
     for tree in namespaces_in(tier.root)[0]:

@@ -19,10 +19,11 @@ from kvstore.catalog import addresses_of
 from kvstore.errors import StoreAccessError, StoreClosedError, TierUnavailable
 from kvstore.marks import MarkOutcome
 from kvstore.objects.settings import REMOTE
+from kvstore.repairing import examine_environment
 from kvstore.retention import TTL, TTL_FROM, Allowance
 from kvstore.tombs import refused_until
 from kvstore.types import GetOutcome, PutOutcome, Usage
-from kvstore.url import CAPACITY, DURABILITY, IO, MODE, READONLY, Option, TierURL, boolean
+from kvstore.url import CAPACITY, DURABILITY, IO, MODE, READONLY, Option, TierURL, boolean, local_path
 from kvstore_zarr.expiry import take_back, take_out
 from kvstore_zarr.format import PAGE
 from kvstore_zarr.get import get_blocks
@@ -31,6 +32,8 @@ from kvstore_zarr.purge import finish_purge, purge
 from kvstore_zarr.put import put_blocks
 from kvstore_zarr.reindex import reindex
 from kvstore_zarr.removal import dropped_and_empty, remove
+from kvstore_zarr.repair import repair
+from kvstore_zarr.tier import CATALOGUE, INNER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from kvstore.marks import Mark
     from kvstore.namespace import Namespace
     from kvstore.records import Entry
+    from kvstore.repairing import Examination, Repaired
     from kvstore.snapshot import Snapshot
     from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, Residue
     from kvstore_zarr.reindex import Reindexed
@@ -118,11 +122,17 @@ class LocalZarrStore(BlockStore):
             return put_blocks(tier, tier.tree(namespace), checked)
 
     def get_many_into(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
+        return self._get(namespace, blocks, used=True)
+
+    def check_many(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
+        return self._get(namespace, blocks, used=False)
+
+    def _get(self, namespace: Namespace, blocks: Sequence[BlockRead], *, used: bool) -> list[GetOutcome]:
         with self._using() as tier:
             checked = [(block.key, namespace.check_buffer(block.key, block.into, writable=True)) for block in blocks]
             if tier.is_aside(namespace.fingerprint):
                 return [GetOutcome.MISS] * len(blocks)
-            return get_blocks(tier, tier.tree(namespace), checked)
+            return get_blocks(tier, tier.tree(namespace), checked, used=used)
 
     def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         with self._using() as tier:
@@ -239,6 +249,15 @@ class LocalZarrStore(BlockStore):
             raise StoreAccessError(f"{self.url}: a tier that was opened read-only cannot be reindexed")
         with self._using() as tier:
             return reindex(tier)
+
+    def repair(self) -> list[Repaired]:
+        with self._using() as tier:
+            return [] if tier.readonly else repair(tier)
+
+    @classmethod
+    def examine(cls, url: TierURL) -> Examination:
+        root = local_path(url)
+        return examine_environment(root / INNER, root / CATALOGUE)
 
     def zarr_array(self, namespace: Namespace, key: BlockKey) -> zarr.Array[Any]:
         """The block as a zarr array of its layout's shape, which reads the stored chunk when values are asked for."""

@@ -118,6 +118,12 @@ class LocalTier:
             self.aside[name] = f"namespace {name} is set aside, and what is in it is left alone: {error}"
             _log.warning(self.aside[name])
 
+    def serve_again(self, name: str) -> None:
+        """The namespace in folder `name` is in order: take it out of those that are set aside."""
+        self.aside.pop(name, None)
+        if not self.aside:
+            self.aside_bytes = 0
+
     def notes(self) -> tuple[str, ...]:
         """What an operator should know of the tier as it was found."""
         return (*self.remarks, *self.aside.values())

@@ -31,6 +31,7 @@ def reindex(url: str, as_json: bool) -> None:
     tier = TierURL.parse(url)
     with open_store(tier) as store:
         found = asdict(_reindexing(store)())
+        del found["erased"]  # which only a repair does
         if as_json:
             emit_json({"url": str(tier), **found})
             return

@@ -90,15 +90,15 @@ def test_looking_changes_nothing_and_creates_nothing(
 
 
 @pytest.mark.parametrize("command", ["stat", "ls", "verify"])
-def test_looking_depends_on_no_capacity(command: str, shipped: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_looking_depends_on_no_capacity(command: str, shipped: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert run([command, f"{shipped}?capacity=lots"]) == EXIT_USAGE
-    capsys.readouterr()
+    capfd.readouterr()
     for asked in ("900MB", "10kB"):
         assert run([command, f"{shipped}?capacity={asked}"]) == EXIT_OK
-        assert "is not the tier's, which has none" in capsys.readouterr().err
+        assert "is not the tier's, which has none" in capfd.readouterr().err
     with kvstore.open_store(f"{shipped}?capacity=50MB"):
         assert run([command, f"{shipped}?capacity=900MB"]) == EXIT_OK
-        assert f"{shipped}?capacity=900MB" in (said := capsys.readouterr().err)
+        assert f"{shipped}?capacity=900MB" in (said := capfd.readouterr().err)
         assert "50.0 MB (50000000 bytes)" in said
 
 

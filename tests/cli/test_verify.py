@@ -26,8 +26,11 @@ def test_verify_of_an_intact_tier_reads_every_block(tier: str, capsys: pytest.Ca
         "intact": 12,
         "bytes": 6 * 8192 + 6 * 4096,
         "removed_meanwhile": 0,
+        "not_read": 0,
         "corrupt": [],
         "missing": [],
+        "records": [],
+        "repaired": [],
     }
 
 

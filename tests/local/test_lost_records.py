@@ -27,22 +27,16 @@ class TestDamagedCatalogue:
         with open_store(f"{scheme}://{path}") as store:
             store.put_many(TINY, writes(range(300), TINY))
         pages = catalogue_of(path).stat().st_size // 4096
-        met = 0
         for page in range(2, pages, max(1, pages // 8)):
             shutil.rmtree(root, ignore_errors=True)
             shutil.copytree(path, root)
             with catalogue_of(root).open("r+b") as file:
                 os.pwrite(file.fileno(), b"\xff" * 4096, page * 4096)
             said = fresh_process.submit(use, f"{scheme}://{root}").result()
-            met += bool(said)
             assert not [text for text in said if "owner" in text or "close" in text]
-            if scheme == "lmdb":
-                assert all("emove the" in text for text in said)
-                continue
-            assert all("no block is lost" in text for text in said), said
+            assert all(("emove the" if scheme == "lmdb" else "no block is lost") in text for text in said), said
             again = fresh_process.submit(use, f"{scheme}://{root}").result()
             assert again == []
-        assert met or scheme == "file"
 
     def test_what_opening_a_file_tier_finds_damaged_it_makes_anew(self, root: Path) -> None:
         with open_store(f"file://{root}") as store:
@@ -50,7 +44,7 @@ class TestDamagedCatalogue:
         with catalogue_of(root).open("r+b") as file:
             for page in range(2, os.fstat(file.fileno()).st_size // 4096):
                 os.pwrite(file.fileno(), b"\xff" * 4096, page * 4096)
-        with pytest.raises(StoreDamagedError, match=r"remove .*/\.kvstore/catalogue .*no block is lost"):
+        with pytest.raises(StoreDamagedError, match=r"it is rebuilt\. No block is lost"):
             open_store(f"file://{root}", readonly=True)
         with open_store(f"file://{root}") as store:
             assert "made anew" in store.capabilities.notes[-1]

@@ -1,0 +1,157 @@
+"""What can still be trusted of an `lmdb://` tier whose pages are damaged, brought into a new one in its place.
+
+A block is taken over if sound pages lead to it and it passes its checks; after a power loss, when a page may be an old
+one, only if the catalogue has it too: two trees that agree. What lies in the file and nothing leads to may have been
+deleted, and is not looked for. The new tier is made beside the old one, with the verbs of a store, and takes its place.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import groupby, islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.errors import InvalidBlockError, StoreAccessError
+from kvstore.lmdb_files import damage, readable
+from kvstore.lmdb_pages import PageError
+from kvstore.namespace import FINGERPRINT_BYTES, Namespace
+from kvstore.presence import Presence, State, explained, mode_of
+from kvstore.records import Entry, Totals
+from kvstore.registry import open_store
+from kvstore.repairing import Repaired
+from kvstore.types import BlockWrite
+from kvstore.url import CAPACITY, MODE, TierURL, local_path
+from kvstore_lmdb.entry import HEADER_BYTES, Bytes, is_intact
+from kvstore_lmdb.opening import BLOCKS
+from kvstore_lmdb.space import SMALLEST_CAPACITY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from kvstore.abc import BlockStore
+    from kvstore.lmdb_files import Entries
+
+__all__ = ["salvage"]
+
+_AT_ONCE = 16
+"""Blocks in memory at a time."""
+
+
+def salvage(url: TierURL) -> list[Repaired]:
+    """Put a new tier with what can be trusted in place of a damaged one, which nobody else may have open meanwhile.
+
+    Wants room for a second copy of what is saved. Raises a `StoreOpenError`; then everything is as it was.
+    """
+    directory = local_path(url)
+    beside = directory.with_name(f".{directory.name}.salvaged")
+    mode = url.option(MODE) if MODE.name in url.raw_options else mode_of(directory / "gate")
+    saved: int | None = None
+    with explained(directory), Presence.opening(directory, mode=mode) as presence:
+        if not presence.alone:
+            raise StoreAccessError(f"{directory} is in use: close it everywhere before it is repaired")
+        if damage(directory, thorough=False, trees=True) is not None:
+            try:
+                saved = _save(directory, beside, mode, booked=presence.found not in (State.CLEAN, State.DIRTY))
+                presence.mark(State.REBUILDING)
+                (beside / "data.mdb").replace(directory / "data.mdb")
+                (directory / "lock.mdb").unlink(missing_ok=True)
+            finally:
+                shutil.rmtree(beside, ignore_errors=True)
+    with presence.closing():
+        return (
+            [] if saved is None else [Repaired("blocks saved out of a damaged environment, which was made anew", saved)]
+        )
+
+
+def _save(directory: Path, beside: Path, mode: int, *, booked: bool) -> int:
+    """Make the new tier at `beside`, synced; how many blocks it has."""
+    shutil.rmtree(beside, ignore_errors=True)
+    with (directory / "data.mdb").open("rb") as file:
+        found = _Found.read(readable(file.fileno()))
+        options = {} if found.capacity is None else {CAPACITY.name: found.capacity}
+        with open_store(TierURL("lmdb", str(beside)), mode=f"{mode:04o}", **options) as store:
+            for space, batch in groupby(found.blocks(booked=booked), lambda block: block[0]):
+                while some := [(entry, payload) for _, entry, payload in islice(batch, _AT_ONCE)]:
+                    _put(store, space, some)
+            return store.usage().blocks
+
+
+def _put(store: BlockStore, space: Namespace, blocks: list[tuple[Entry, Bytes]]) -> None:
+    entries = [entry for entry, _ in blocks]
+    writes = [
+        BlockWrite(entry.key, payload.data, position=entry.position, parent=entry.parent) for entry, payload in blocks
+    ]
+    store.put_many(space, writes)
+    for entry in entries:
+        for mark in entry.marks:
+            store.mark_many(space, [entry.key], mark)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What the damaged tier still says: namespaces by fingerprint, entries of its catalogue and bytes by address, which
+    addresses have a tombstone.
+    """
+
+    spaces: dict[bytes, Namespace]
+    entries: dict[bytes, Entry]
+    values: Entries
+    purged: frozenset[bytes]
+    capacity: int | None
+
+    @classmethod
+    def read(cls, table: Callable[[str], Entries]) -> _Found:
+        spaces = ((key, _namespace(key, load)) for key, load in table("namespaces").items())
+        entries = ((key, _entry(key, load)) for key, load in table("meta").items())
+        return cls(
+            {key: space for key, space in spaces if space is not None},
+            {key: entry for key, entry in entries if entry is not None},
+            table(BLOCKS),
+            frozenset(table("tombs")),
+            _capacity(table("info").get(b"totals")),
+        )
+
+    def blocks(self, *, booked: bool) -> Iterator[tuple[Namespace, Entry, Bytes]]:
+        """Each block that passes its checks, those used longest ago first. `booked`: only those that the catalogue
+        knows; of others it is known when they were stored.
+        """
+        unknown = Entry(b"", 0, 0, 0)
+        for address in sorted(self.values, key=lambda address: self.entries.get(address, unknown).last_used):
+            entry = self.entries.get(address)
+            space = self.spaces.get(address[:FINGERPRINT_BYTES])
+            if space is None or address in self.purged or (entry is None and booked):
+                continue
+            entry = entry or replace(unknown, address=address)
+            with suppress(PageError, OSError, InvalidBlockError, struct.error):
+                value = np.frombuffer(self.values[address](), np.uint8)
+                payload = value[HEADER_BYTES:]
+                space.check_write(BlockWrite(entry.key, payload.data))
+                if is_intact(value[:HEADER_BYTES].tobytes(), payload, address):
+                    yield space, entry, payload
+
+
+def _namespace(fingerprint: bytes, load: Callable[[], bytes]) -> Namespace | None:
+    with suppress(AttributeError, KeyError, TypeError, ValueError, PageError, OSError):
+        space = Namespace.from_manifest(json.loads(load()))
+        return space if space.fingerprint == fingerprint else None
+    return None
+
+
+def _entry(address: bytes, load: Callable[[], bytes]) -> Entry | None:
+    with suppress(struct.error, ValueError, PageError, OSError):
+        return Entry.unpacked(address, load())
+    return None
+
+
+def _capacity(load: Callable[[], bytes] | None) -> int | None:
+    with suppress(struct.error, PageError, OSError):
+        capacity = None if load is None else Totals.unpacked(load()).capacity
+        return capacity if capacity is None or capacity >= SMALLEST_CAPACITY else None
+    return None
