@@ -13,9 +13,10 @@ import errno
 import json
 from abc import abstractmethod
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from kvstore.abc import BlockStore
+from kvstore.abc import REFUSE_S, BlockStore
 from kvstore.errors import (
     KVStoreError,
     NotAStoreError,
@@ -25,12 +26,14 @@ from kvstore.errors import (
     StoreOpenError,
     TierUnavailable,
 )
+from kvstore.graveyard import Graveyard
 from kvstore.inuse import InUse
 from kvstore.namespace import Namespace
 from kvstore.retention import TTL, TTL_FROM, Retention
-from kvstore.types import GetOutcome, PutOutcome, Usage
+from kvstore.tombs import refused_until
+from kvstore.types import GetOutcome, Leftover, PutOutcome, Residue, Usage
 from kvstore.url import READONLY
-from kvstore.values import HEAD_BYTES, MANIFEST, Facts, Reading, key_of, name_of, stored_bytes, value_of
+from kvstore.values import HEAD_BYTES, MANIFEST, PURGED, Facts, Reading, key_of, name_of, stored_bytes, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -65,7 +68,12 @@ class KeyValueStore(BlockStore):
     There is no capacity: an order of use that outlives the process, and holds for all that share the store, has to be
     kept where the blocks are, which names and values alone do not give. Let the device evict, where it can. A `ttl`
     there is, from when a block was stored: a get removes what has expired, and so does `kvstore gc`.
+
+    Tombstones of purged blocks are values of their own, which every opener looks for each `tombstones_seen_s` seconds.
     """
+
+    tombstones_seen_s: ClassVar[float] = 10.0
+    """How often a store looks whether others have purged something: one `exists`, and `names` only if they have."""
 
     options: ClassVar[tuple[Option[object], ...]] = (READONLY, TTL, TTL_FROM)
 
@@ -160,6 +168,10 @@ class KeyValueStore(BlockStore):
             raise
         except self._failures as error:
             raise _opening_error(error)(f"{url} cannot be opened: {error}") from error
+        self._graves = Graveyard(_Tombstones(self), self.tombstones_seen_s)
+        self.capabilities = replace(
+            self.capabilities, tombstones=not self.readonly, tombstones_seen_s=self.tombstones_seen_s
+        )
 
     def namespaces(self) -> list[Namespace]:
         with self._using():
@@ -169,8 +181,11 @@ class KeyValueStore(BlockStore):
         with self._using():
             names = _checked_names(namespace, keys)
             if not self._retention:
-                return list(self.exist_many(names))
-            return [facts is not None and not self._expired(facts) for facts in self._heads(namespace, keys)]
+                there = list(self.exist_many(names))
+            else:
+                there = [facts is not None and not self._expired(facts) for facts in self._heads(namespace, keys)]
+            purged = self._graves.refused(names)
+            return [found and name not in purged for found, name in zip(there, names, strict=True)]
 
     def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
         with self._using():
@@ -182,21 +197,58 @@ class KeyValueStore(BlockStore):
                 return [kept] * len(blocks)
             if self._retention:
                 self._remove_expired(namespace, [block.key for block in blocks])
+            names = [name_of(namespace, block.key) for block, _ in checked]
+            purged = self._graves.refused(names)
             # One after another, so that a payload is still in the processor's cache when it is written.
-            values = ((name_of(namespace, block.key), value_of(namespace, block, data)) for block, data in checked)
-            return list(self.write_many(values))
+            values = (
+                (name, value_of(namespace, block, data))
+                for name, (block, data) in zip(names, checked, strict=True)
+                if name not in purged
+            )
+            outcomes = iter(self.write_many(values))
+            return [PutOutcome.REFUSED if name in purged else next(outcomes) for name in names]
 
     def get_many_into(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
         with self._using():
             checked = [(block.key, namespace.check_buffer(block.key, block.into, writable=True)) for block in blocks]
+            purged = self._graves.known(name_of(namespace, key) for key, _ in checked)
             reads = [Reading(namespace, key, into) for key, into in checked]
             counts = self.read_many_into((name_of(namespace, read.key), read.buffers) for read in reads)
-            return [self._verdict(read, count) for read, count in zip(reads, counts, strict=True)]
+            verdicts = [self._verdict(read, count) for read, count in zip(reads, counts, strict=True)]
+            return [
+                GetOutcome.MISS if purged and name_of(namespace, read.key) in purged else verdict
+                for read, verdict in zip(reads, verdicts, strict=True)
+            ]
 
     def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         with self._using():
             names = _checked_names(namespace, keys)
             return [False] * len(names) if self.readonly else list(self.remove_many(names))
+
+    def purge_many(
+        self, namespace: Namespace, keys: Sequence[BlockKey], *, refuse_s: float = REFUSE_S, overwrite: bool = True
+    ) -> list[bool]:
+        del overwrite  # what a device keeps of what it removed is its own affair
+        until = refused_until(refuse_s)
+        with self._using():
+            names = _checked_names(namespace, keys)
+            if self.readonly:
+                return [False] * len(names)
+            if until:
+                self._graves.bury(list(dict.fromkeys(names)), until)
+            return list(self.remove_many(names))
+
+    def finish_purge(
+        self, *, overwrite: bool = True, advance: Callable[[int], object] = lambda _: None
+    ) -> list[Residue]:
+        with self._using():
+            return super().finish_purge(overwrite=overwrite, advance=advance)
+
+    def leftovers(self, *, remove: bool = False) -> list[Leftover]:
+        """Tombstones that have ended."""
+        with self._using():
+            ended = self._graves.collect() if remove and not self.readonly else self._graves.ended()
+        return [Leftover(PURGED + name, 0, 0.0) for name in ended]
 
     def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
         with self._using():
@@ -308,14 +360,24 @@ class KeyValueStore(BlockStore):
 
     def _manifest(self, name: str) -> Namespace | None:
         """The namespace that the manifest of this name describes; None where there is none, or a damaged one."""
-        size = 1 << 14
-        while (count := self._read(name, [memoryview(text := bytearray(size))])) is not None and count >= size:
-            size *= 4
         try:
-            found = Namespace.from_manifest(json.loads(text[: count or 0]))
+            found = Namespace.from_manifest(json.loads(self.read_value(name) or b""))
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError):
             return None
         return found if name == MANIFEST + found.name else None
+
+    def read_value(self, name: str) -> bytes | None:
+        """All of a value that is none of a block; None where there is none."""
+        size = 1 << 14
+        while (count := self._read(name, [memoryview(text := bytearray(size))])) is not None and count >= size:
+            size *= 4
+        return None if count is None else bytes(text[:count])
+
+    def write_value(self, name: str, value: bytes) -> None:
+        """Store a value that is none of a block, unless one is there. Raises OSError where there is no room for it."""
+        outcome = self._write(name, [memoryview(value)])
+        if not outcome.present:
+            raise OSError(errno.ENOSPC, f"the store refuses it: {outcome.value}", name)
 
     def _keep_manifest(self, namespace: Namespace) -> PutOutcome:
         """See to it that the manifest is there. Looked for each time: a device that evicts may take it, too."""
@@ -328,6 +390,30 @@ class KeyValueStore(BlockStore):
             self._discard(name)
             outcome = self._write(name, parts)
         return outcome
+
+
+class _Tombstones:
+    """The documents of the graveyard, as values; and one value that says that there may be some."""
+
+    def __init__(self, store: KeyValueStore) -> None:
+        self._store = store
+
+    def names(self) -> list[str]:
+        if not _if_there(self._store.exists, PURGED):
+            return []
+        found = _if_there(lambda: list(self._store.names(PURGED)))
+        return [name.removeprefix(PURGED) for name in dict.fromkeys(found or ()) if name.startswith(PURGED)]
+
+    def read(self, name: str) -> bytes | None:
+        return self._store.read_value(PURGED + name)
+
+    def write(self, name: str, text: bytes) -> None:
+        for one, value in ((PURGED + name, text), (PURGED, b"0")):
+            self._store.write_value(one, value)
+
+    def remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            _if_there(self._store.remove, PURGED + name)
 
 
 def _checked_names(namespace: Namespace, keys: Sequence[BlockKey]) -> list[str]:

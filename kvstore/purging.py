@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Receipt", "Request", "SpaceReceipt", "TierReceipt", "purge"]
 
-AT_ONCE = 256
+AT_ONCE = 1000
 """Blocks removed in one call."""
 
 PASSES = 3

@@ -31,9 +31,11 @@ if TYPE_CHECKING:
     from kvstore.namespace import Namespace
     from kvstore.types import BlockWrite
 
-__all__ = ["HEAD_BYTES", "MANIFEST", "Facts", "Reading", "key_of", "name_of", "stored_bytes", "value_of"]
+__all__ = ["HEAD_BYTES", "MANIFEST", "PURGED", "Facts", "Reading", "key_of", "name_of", "stored_bytes", "value_of"]
 
 MANIFEST = "manifest-"
+PURGED = "purged-"
+"""What the names of tombstones begin with, and the name of a value that is there where there may be some."""
 """What the names of manifests start with."""
 
 _HEAD = struct.Struct("<8sQqH64s30xI")

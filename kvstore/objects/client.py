@@ -122,6 +122,9 @@ class ObjectClient(ABC):
         """Remove the object, if there is one."""
         self._unless_missing("DELETE", lambda: self._delete(path))
 
+    def overwrite(self, path: str) -> None:  # noqa: B027 - an object is whole or not
+        """Write over the bytes of what is about to be deleted, where a store has them on a disk of ours."""
+
     def delete_many(self, paths: Sequence[str]) -> None:
         """Remove objects, those that there are: in as few requests as the store takes."""
         for start in range(0, len(paths), BATCH):

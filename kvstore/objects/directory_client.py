@@ -58,6 +58,9 @@ _KINDS = {
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
 
+_ZEROS = memoryview(bytes(1 << 20))
+
+
 class DirectoryClient(ObjectClient):
     """The files below one directory."""
 
@@ -136,6 +139,21 @@ class DirectoryClient(ObjectClient):
 
     def _delete(self, path: str) -> None:
         os.unlink(self._at(path))  # noqa: PTH108
+
+    def overwrite(self, path: str) -> None:
+        """The file goes under a draft's name first, so that nobody reads half of it; and is gone then."""
+        folder = self._at(path).rpartition("/")[0]
+        draft = f"{folder}/{DRAFT}{secrets.token_hex(8)}"
+        with suppress(FileNotFoundError):
+            os.rename(self._at(path), draft)  # noqa: PTH104
+            try:
+                with open(open_file(draft, os.O_WRONLY), "wb", 0) as file:
+                    rest = os.fstat(file.fileno()).st_size
+                    while rest > 0:
+                        rest -= file.write(_ZEROS[:rest]) or 0
+                    os.fsync(file.fileno())
+            finally:
+                os.unlink(draft)  # noqa: PTH108
 
     def _leftovers(self) -> Sequence[Listed]:
         found: list[Listed] = []

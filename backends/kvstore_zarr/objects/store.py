@@ -13,21 +13,24 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvstore.abc import BlockStore, Capabilities
+from kvstore.abc import REFUSE_S, BlockStore, Capabilities
 from kvstore.errors import InvalidOptionError, StoreNotFoundError, StoreOpenError, TierUnavailable
+from kvstore.graveyard import Graveyard
 from kvstore.inuse import InUse
 from kvstore.objects.faults import RequestFailed
 from kvstore.objects.opening import opened
 from kvstore.objects.settings import LOOKUP_TTL, OPTIONS, OPTIONS_OF_DIRECTORIES, SWEEP, Place
 from kvstore.objects.side import side_by_side
 from kvstore.retention import Retention
-from kvstore.types import BlockInfo, GetOutcome, Leftover, PutOutcome, Usage
+from kvstore.tombs import refused_until
+from kvstore.types import BlockInfo, GetOutcome, Leftover, PutOutcome, Residue, Usage
 from kvstore.url import READONLY, Option, TierURL
 from kvstore_zarr.metadata import METADATA_NAME, NamespaceTree, is_namespace_name
 from kvstore_zarr.objects.ages import Ages
 from kvstore_zarr.objects.block import OneBlock, info_of
 from kvstore_zarr.objects.documents import Documents
 from kvstore_zarr.objects.lookup import Lookup
+from kvstore_zarr.objects.purge import FOLDER, TombObjects, residues, seen_s
 from kvstore_zarr.objects.remains import drop, is_long_empty, retention_notes, stale, wanted_capacity
 from kvstore_zarr.objects.sweep import SweepCounts, Sweeper, rules_of
 
@@ -87,6 +90,11 @@ class ObjectZarrStore(BlockStore):
         except BaseException:
             self._client.close()
             raise
+        # What is listed at the opening tells that there are none yet; what is read by HTTP has none at all.
+        self._graves = Graveyard(
+            TombObjects(self._client), seen_s(url.option(LOOKUP_TTL)), looked=FOLDER not in folders
+        )
+        self._may_be_purged = not place.is_readonly
         in_memory = place.scheme == "memory"
         self.capabilities = Capabilities(
             persistent=not in_memory,
@@ -99,6 +107,8 @@ class ObjectZarrStore(BlockStore):
                 *retention_notes(url, self._readonly),
             ),
             capacity_is_exact=False,
+            tombstones=not self._readonly,
+            tombstones_seen_s=self._graves.seen_s,
         )
         self._use = InUse(url)
         self._sweeper: Sweeper | None = None
@@ -123,7 +133,11 @@ class ObjectZarrStore(BlockStore):
             _check(namespace, keys)
             if namespace.name in self._aside:
                 return [False] * len(keys)
-            return self._lookup.present(self._tree(namespace), keys)
+            tree = self._tree(namespace)
+            refused = self._refused(tree, keys)
+            present = self._lookup.present(tree, [key for key in keys if key not in refused])
+            answers = iter(present)
+            return [key not in refused and next(answers) for key in keys]
 
     def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
         with self._at_work():
@@ -134,6 +148,7 @@ class ObjectZarrStore(BlockStore):
             first: dict[BlockKey, tuple[BlockWrite, NDArray[np.uint8]]] = {}
             for block, data in checked:
                 first.setdefault(block.key, (block, data))
+            purged = {key: first.pop(key) for key in self._refused(tree, list(first))}
             documents, refused = self._prepare(tree, list(first))
             if refused is not None:
                 return [refused] * len(blocks)
@@ -144,6 +159,8 @@ class ObjectZarrStore(BlockStore):
             ]
             results = side_by_side(lambda put: put(), work, TRANSFERS)
             outcomes = dict(zip(first, results[len(documents) :], strict=True))
+            outcomes |= dict.fromkeys(purged, PutOutcome.REFUSED)
+            first |= purged
         return [
             PutOutcome.EXISTS
             if first[block.key][0] is not block and outcomes[block.key].present
@@ -157,7 +174,10 @@ class ObjectZarrStore(BlockStore):
             if namespace.name in self._aside:
                 return [GetOutcome.MISS] * len(blocks)
             tree = self._tree(namespace)
-            return side_by_side(lambda read: self._one.get(tree, *read), checked, TRANSFERS)
+            purged = self._refused(tree, [key for key, _ in checked], looking=False)
+            return side_by_side(
+                lambda read: GetOutcome.MISS if read[0] in purged else self._one.get(tree, *read), checked, TRANSFERS
+            )
 
     def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         with self._at_work():
@@ -167,6 +187,40 @@ class ObjectZarrStore(BlockStore):
             tree = self._tree(namespace)
             removed = self._each(lambda key: self._one.delete(tree.block(key)), list(dict.fromkeys(keys)))
         return [removed.pop(key, False) for key in keys]
+
+    def purge_many(
+        self, namespace: Namespace, keys: Sequence[BlockKey], *, refuse_s: float = REFUSE_S, overwrite: bool = True
+    ) -> list[bool]:
+        """The tombstones first, so that who learns of them in time stores nothing behind the removal."""
+        until = refused_until(refuse_s)
+        with self._at_work():
+            _check(namespace, keys)
+            if self._readonly or namespace.name in self._aside:
+                return [False] * len(keys)
+            tree = self._tree(namespace)
+            paths = {key: tree.block(key) for key in keys}
+            if until:
+                self._graves.bury(list(paths.values()), until)
+            there = self._each(self._client.exists, list(paths.values()))
+            gone = [path for path, is_there in there.items() if is_there]
+            if overwrite:
+                side_by_side(self._client.overwrite, gone, TRANSFERS)
+            self._remove(gone)
+        return [there.pop(paths[key], False) for key in keys]
+
+    def finish_purge(
+        self, *, overwrite: bool = True, advance: Callable[[int], object] = lambda _: None
+    ) -> list[Residue]:
+        del overwrite, advance
+        with self._at_work():
+            return [] if self._readonly else residues(self._client)
+
+    def _refused(self, tree: NamespaceTree, keys: Sequence[BlockKey], *, looking: bool = True) -> set[BlockKey]:
+        """Those of the blocks that were purged a short while ago, as far as is known here."""
+        if not self._may_be_purged:
+            return set()
+        paths = {tree.block(key): key for key in keys}
+        return {paths[path] for path in (self._graves.refused if looking else self._graves.known)(paths)}
 
     def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
         with self._at_work():
@@ -223,7 +277,11 @@ class ObjectZarrStore(BlockStore):
             found = stale(self._client)
             if remove and not self._readonly:
                 self._remove([entry.path for entry in found])
-        return [Leftover(entry.path, entry.size, entry.modified) for entry in found]
+            ended = self._graves.collect() if remove and not self._readonly else self._graves.ended()
+        return [
+            *(Leftover(entry.path, entry.size, entry.modified) for entry in found),
+            *(Leftover(f"{FOLDER}/{name}", 0, 0.0) for name in ended),
+        ]
 
     def _remove(self, paths: Sequence[str]) -> None:
         for path in paths:
