@@ -86,6 +86,8 @@ class Capabilities:
     """Purged blocks are not stored again for a while (`BlockStore.purge_many`)."""
     tombstones_seen_s: float = 0.0
     """Within how many seconds other processes come to know of a purge. 0: at once."""
+    sealed: bool = False
+    """Blocks are encrypted before they are stored (the option `encryption`), each under its tenant's data key."""
 
 
 class BlockStore(ABC):

@@ -221,7 +221,7 @@ class _Work:
         reads = [BlockRead(info.key, buffer) for info, buffer in zip(infos, buffers, strict=True)]
         got = self.source.get_many_into(space, reads)
         writes = [
-            BlockWrite(info.key, buffer, info.position, info.parent)
+            BlockWrite(info.key, buffer, info.position, info.parent, next(iter(info.tenants), ""))
             for info, buffer, outcome in zip(infos, buffers, got, strict=True)
             if outcome is GetOutcome.HIT
         ]

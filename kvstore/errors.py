@@ -16,7 +16,9 @@
     │   ├── CapacityMismatchError            the tier already has another cap
     │   ├── StoreAccessError                 permissions, a read-only or an unsuitable file system
     │   ├── StoreFullError                   no space is left to open the tier in
-    │   └── StoreDamagedError                the tier's own records cannot be trusted; says how to repair
+    │   ├── StoreDamagedError                the tier's own records cannot be trusted; says how to repair
+    │   ├── StoreSealedError                 it is encrypted and was opened without its key, or the other way round
+    │   └── KeyringError                     the keyring of an encrypted tier is missing, damaged or of another key
     ├── InvalidBlockError (ValueError)       the caller's block does not fit the namespace
     ├── NotStoredError (LookupError)         no such namespace, block or prefix to look at, or several: it lists them
     ├── DamagedBlockError (ValueError)       the stored block that was to be looked at fails its checks
@@ -38,6 +40,7 @@ __all__ = [
     "InvalidOptionError",
     "InvalidURLError",
     "KVStoreError",
+    "KeyringError",
     "MissingDependencyError",
     "NewerFormatError",
     "NotAStoreError",
@@ -49,6 +52,7 @@ __all__ = [
     "StoreFullError",
     "StoreNotFoundError",
     "StoreOpenError",
+    "StoreSealedError",
     "TierUnavailable",
     "UnknownOptionError",
     "UnknownSchemeError",
@@ -113,6 +117,14 @@ class StoreFullError(StoreOpenError):
 
 class StoreDamagedError(StoreOpenError):
     """The tier's own records are damaged beyond what opening may repair by itself."""
+
+
+class StoreSealedError(StoreOpenError):
+    """The tier is encrypted and was opened without a key or with another keyring, or it is not and was opened with."""
+
+
+class KeyringError(StoreOpenError):
+    """The keyring cannot be used: it is missing, damaged, wrapped by another operator's key, or cannot be written."""
 
 
 class InvalidBlockError(KVStoreError, ValueError):

@@ -82,7 +82,8 @@ class PrefixCache:
     `revision` and `name` are passed to `model_namespace`; the weights must not change afterwards. `host_memory`
     is what the primary tier may take (`1GiB` or bytes; touched as it fills), `timeout` the seconds without a block
     after which the rest of a prefix is computed. `archives` are URLs of prefixes that are restored into the first tier,
-    in the background (`kvstore.archive`; `manager.warming` says how far that is).
+    in the background (`kvstore.archive`; `manager.warming` says how far that is). `tenant` says whose the prompts are:
+    tiers mark what is stored, and encrypted ones seal it under that tenant's data key.
 
     Raises `ConfigurationError` for a model whose cache cannot be kept, and what `kvstore.open_store` raises.
 
@@ -101,12 +102,14 @@ class PrefixCache:
         host_memory: int | str = "1GiB",
         timeout: float = 10.0,
         archives: Sequence[str | Mapping[str, Any] | TierURL] = (),
+        tenant: str = "",
     ) -> None:
         self._closed = False
         self.model = model
         self.block_tokens = block_tokens
         self.namespace = model_namespace(model, block_tokens, revision=revision, name=name)
         self.timeout = timeout
+        self.tenant = tenant
         self._layout = self.namespace.layouts[0]
         self._extras = extras
         several = [tiers] if isinstance(tiers, str | Mapping | TierURL | BlockStore) else list(tiers)
@@ -155,7 +158,8 @@ class PrefixCache:
         for index in range(start // self.block_tokens, min(len(ids), cache.get_seq_length()) // self.block_tokens):
             view.copy_(_stacked(cache, index * self.block_tokens, (index + 1) * self.block_tokens).transpose(2, 3))
             parent = keys[index - 1].digest if index else NO_PARENT
-            kept += self.manager.store([BlockWrite(keys[index], block.data, index, parent)], timeout=self.timeout)
+            write = BlockWrite(keys[index], block.data, index, parent, self.tenant)
+            kept += self.manager.store([write], timeout=self.timeout)
         return kept
 
     def prefill(self, tokens: Sequence[int] | torch.Tensor) -> Prefill:

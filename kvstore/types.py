@@ -57,13 +57,15 @@ class BlockWrite:
     """One block to put. `data` stays the caller's: it is only read, and not after the call returns.
 
     `data` holds exactly the block's bytes, C-contiguous. `position` is the block's index in its prefix (0 for the
-    first), `parent` the digest of the block before it; both are kept, so that a store can be read as a tree.
+    first), `parent` the digest of the block before it; both are kept, so that a store can be read as a tree. `tenant`
+    says under whose data key a tier with `encryption=` seals it; other tiers keep it only as a mark, where one is made.
     """
 
     key: BlockKey
     data: Buffer
     position: int = NO_POSITION
     parent: bytes = NO_PARENT
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

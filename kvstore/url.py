@@ -46,10 +46,11 @@ _URL = re.compile(
 )
 _HOST_AND_PORT = re.compile(r"[^:]*(?::[0-9]*)?|\[[0-9A-Fa-f:.]*\](?::[0-9]*)?")
 _SECRET_NAME = re.compile(
-    r"secret|passw|passphrase|pwd|token|key|credential|auth|signature|bearer|cookie|connection_?string"
+    r"secret|passw|passphrase|pwd|token|key(?!ring$)|credential|auth|signature|bearer|cookie|connection_?string"
     r"|storage_?options|(?:^|_)sas(?:$|_)",
     re.IGNORECASE,
 )
+_KEY_SOURCE = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]{0,39}|file:/.+", re.DOTALL)
 _HIDDEN = "***"
 
 
@@ -217,6 +218,8 @@ def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
 def _shown(name: str, value: object) -> str:
     """An option's value, fit for a message; what is not a plain value may hold anything and is not shown."""
     if _SECRET_NAME.search(name) or not isinstance(value, (str, int, float, Path)):
+        return _HIDDEN
+    if name.endswith("encryption") and not _KEY_SOURCE.fullmatch(str(value)):  # somebody wrote the key itself
         return _HIDDEN
     return str(value).lower() if isinstance(value, bool) else _no_userinfo(str(value))
 

@@ -205,7 +205,9 @@ class TestManifest:
         facts = document["attributes"]["kvstore"]
         assert facts["format"] == 0
         assert facts["digest_words"] == {"count": 5, "bytes": [7, 7, 7, 7, 3]}
-        assert Namespace.from_manifest(facts["namespace"]) == read_namespace(tmp_path / "tier" / space.name) == space
+        tree = read_namespace(tmp_path / "tier" / space.name)
+        assert tree is not None
+        assert Namespace.from_manifest(facts["namespace"]) == tree.namespace == space
         assert file.parent.name == f"{key.digest[0]:02x}"
 
     def test_a_later_format_is_refused_whole(self, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import threading
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, TypeVar
@@ -24,10 +25,11 @@ from kvstore.errors import StoreClosedError, TierUnavailable
 from kvstore.marks import MarkOutcome
 from kvstore.repairing import examine_environment
 from kvstore.retention import TTL, TTL_FROM, Allowance, now_ns
+from kvstore.sealing import SEAL_BYTES, SEALING, Unsealed
 from kvstore.tombs import refused_until
 from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, Residue, Usage
 from kvstore.url import CAPACITY, DURABILITY, MODE, READONLY, Option, TierURL, local_path
-from kvstore_lmdb.entry import Bytes, is_intact, read_into, stored_bytes
+from kvstore_lmdb.entry import Bytes, is_intact, read_into, stored_bytes, unseal_into
 from kvstore_lmdb.opening import BLOCKS, Tier, open_tier, take_out, tree_bytes
 from kvstore_lmdb.purge import finish_purge
 from kvstore_lmdb.put import Puts, Staged, chunks
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from kvstore.marks import Mark
     from kvstore.namespace import Namespace
     from kvstore.repairing import Examination, Repaired
+    from kvstore.sealing import Ring, Sealer
 
 __all__ = ["LMDBStore"]
 
@@ -62,7 +65,10 @@ class LMDBStore(BlockStore):
     counts. Reads never wait for writers; a put waits while another process writes.
     """
 
-    options: ClassVar[tuple[Option[object], ...]] = (CAPACITY, TTL, TTL_FROM, DURABILITY, READONLY, MODE)
+    options: ClassVar[tuple[Option[object], ...]] = (
+        *(CAPACITY, TTL, TTL_FROM, DURABILITY, READONLY, MODE),
+        *SEALING,
+    )
 
     def __init__(self, url: TierURL) -> None:
         super().__init__(url)
@@ -74,6 +80,8 @@ class LMDBStore(BlockStore):
         self._closed = False
         self._puts = Puts(self._tier)
         self._allowance = Allowance()
+        self._sealer = self._tier.sealer
+        self._longer = 0 if self._sealer is None else SEAL_BYTES
         self.capabilities = Capabilities(
             persistent=True,
             shared=True,
@@ -84,6 +92,7 @@ class LMDBStore(BlockStore):
             marks=True,
             uses=True,
             tombstones=True,
+            sealed=self._sealer is not None,
         )
 
     def namespaces(self) -> list[Namespace]:
@@ -100,11 +109,13 @@ class LMDBStore(BlockStore):
         for place, block in enumerate(blocks):
             payload = namespace.check_write(block)
             address = address_of(namespace, block.key)
-            staged.append(Staged(place, block, payload, address, stored_bytes(payload.nbytes)))
+            staged.append(Staged(place, block, payload, address, stored_bytes(payload.nbytes + self._longer)))
         outcomes = [PutOutcome.FAILED] * len(blocks)
         self._tier.environment.ensure_open()
         now = now_ns()
         if not self._readonly:
+            if self._sealer is not None:
+                staged = _with_keys(self._sealer, staged)
             with self._telling():
                 self._take_back([member.address for member in staged])
                 chunk_bytes = self._tier.current_space().chunk
@@ -137,8 +148,9 @@ class LMDBStore(BlockStore):
             if catalog.retention:
                 with catalog.read() as snapshot:
                     alive = snapshot.alive([address for address, _ in checked])
+            ring = None if self._sealer is None else self._sealer.reading()
             return [
-                self._get(address, into) if is_alive else GetOutcome.MISS
+                self._get(address, into, ring) if is_alive else GetOutcome.MISS
                 for (address, into), is_alive in zip(checked, alive, strict=True)
             ]
 
@@ -316,6 +328,8 @@ class LMDBStore(BlockStore):
         finally:
             tier.environment.close()
             self._puts.close()
+            if self._sealer is not None:
+                self._sealer.close()
 
     def _addresses(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bytes]:
         addresses = addresses_of(namespace, keys)
@@ -333,7 +347,9 @@ class LMDBStore(BlockStore):
         except (OSError, lmdb.Error) as error:
             raise TierUnavailable(f"{self.url} cannot tell: {error}") from error
 
-    def _get(self, address: bytes, into: Bytes) -> GetOutcome:
+    def _get(self, address: bytes, into: Bytes, ring: Ring | None) -> GetOutcome:
+        if ring is not None:
+            return self._get_sealed(address, into, ring)
         header, booked = b"", True
         with self._tier.environment.read() as txn:
             value = txn.get(address, db=self._blocks)
@@ -345,16 +361,32 @@ class LMDBStore(BlockStore):
         if not missing and is_intact(header, into, address):
             return GetOutcome.HIT
         if booked:  # damaged, or its bytes went behind our back: the books follow
-            self._remove_damaged(address, into)
+            self._remove_unless(address, lambda value: is_intact(read_into(value, into), into, address))
         return GetOutcome.MISS if missing else GetOutcome.CORRUPT
 
-    def _remove_damaged(self, address: bytes, scratch: Bytes) -> None:
-        """Take out what stands under `address`, unless a sound block does by now. `scratch` has the block's size."""
+    def _get_sealed(self, address: bytes, into: Bytes, ring: Ring) -> GetOutcome:
+        found, booked = Unsealed.GOOD, True
+        with self._tier.environment.read() as txn:
+            value = txn.get(address, db=self._blocks)
+            missing = value is None
+            if value is not None:
+                found = unseal_into(value, into, address, ring)
+            else:
+                booked = txn.get(address, db=self._tier.environment.databases["meta"]) is not None
+        if found is Unsealed.GOOD and not missing:
+            return GetOutcome.HIT
+        if booked and found is not Unsealed.UNKNOWN:
+            kept = (Unsealed.GOOD, Unsealed.UNKNOWN)
+            self._remove_unless(address, lambda value: unseal_into(value, into, address, ring) in kept)
+        return GetOutcome.CORRUPT if found is Unsealed.DAMAGED else GetOutcome.MISS
+
+    def _remove_unless(self, address: bytes, is_sound: Callable[[memoryview], bool]) -> None:
+        """Take out what stands under `address`, unless a sound block does by now."""
         if self._readonly:
             return
         with suppress(OSError, lmdb.Error), self._tier.catalog.write() as change:
             value = change.txn.get(address, db=self._blocks)
-            if value is None or not is_intact(read_into(value, scratch), scratch, address):
+            if value is None or not is_sound(value):
                 self._remove(change, address)
 
     def _remove_all(self, addresses: list[bytes], attempt: int) -> list[bool]:
@@ -374,6 +406,12 @@ class LMDBStore(BlockStore):
     def _remove(self, change: Change, address: bytes) -> bool:
         known = bool(change.discard([address]))
         return change.txn.delete(address, db=self._blocks) or known
+
+
+def _with_keys(sealer: Sealer, blocks: list[Staged]) -> list[Staged]:
+    """The blocks with what each is sealed with; those for whose tenant there is no key cannot be stored."""
+    keys = sealer.writing(staged.block.tenant for staged in blocks)
+    return [replace(staged, data_key=keys[staged.block.tenant]) for staged in blocks if staged.block.tenant in keys]
 
 
 def _occupied(directory: Path) -> int:

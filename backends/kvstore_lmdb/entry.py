@@ -6,7 +6,7 @@
 | 8 | 2 | version |
 | 10 | 2 | KV-cache group |
 | 12 | 2 | digest length |
-| 14 | 2 | flags, none defined |
+| 14 | 2 | flags; 1: the payload is a sealed block (`kvstore.sealing.seal`) |
 | 16 | 16 | namespace fingerprint |
 | 32 | 64 | digest, zeros behind |
 | 96 | 8 | payload length |
@@ -29,18 +29,23 @@ from numpy.typing import NDArray
 
 from kvstore.environment import PAGE
 from kvstore.integrity import crc32c
+from kvstore.namespace import FINGERPRINT_BYTES
+from kvstore.sealing import SEAL_BYTES, Unsealed, seal_into
+from kvstore.sealing import unseal_into as unseal
+from kvstore.types import BlockKey
 
 if TYPE_CHECKING:
     from kvstore.namespace import Namespace
-    from kvstore.types import BlockKey
+    from kvstore.sealing import DataKey, Ring
 
-__all__ = ["HEADER_BYTES", "Bytes", "created_at", "fill", "is_intact", "read_into", "stored_bytes"]
+__all__ = ["HEADER_BYTES", "Bytes", "created_at", "fill", "is_intact", "read_into", "stored_bytes", "unseal_into"]
 
 Bytes = NDArray[np.uint8]
 
 HEADER_BYTES = 128
 
 _MAGIC, _VERSION, _LMDB_PAGE_HEADER = b"kvblock\0", 0, 16
+_SEALED = 1
 _FIELDS = struct.Struct("<8sHHHH16s64sQQI")
 _CRC = struct.Struct("<I")
 
@@ -50,18 +55,25 @@ def stored_bytes(payload_bytes: int) -> int:
     return -(-(_LMDB_PAGE_HEADER + HEADER_BYTES + payload_bytes) // PAGE) * PAGE
 
 
-def fill(value: Bytes, namespace: Namespace, key: BlockKey, payload: Bytes, created: int) -> None:
-    """Write the entry into `value`, which has `HEADER_BYTES` more than `payload`. The GIL is released meanwhile."""
-    np.copyto(value[HEADER_BYTES:], payload)
+def fill(
+    value: Bytes, namespace: Namespace, key: BlockKey, payload: Bytes, created: int, data_key: DataKey | None = None
+) -> None:
+    """Write the entry into `value`, which has `HEADER_BYTES` more than `payload`; with a `data_key` it is sealed, and
+    `value` has `SEAL_BYTES` more than that. The GIL is released meanwhile.
+    """
+    if data_key is None:
+        np.copyto(value[HEADER_BYTES:], payload)
+    else:
+        seal_into(value[HEADER_BYTES:], payload, data_key, namespace.fingerprint, key)
     head = _FIELDS.pack(
         _MAGIC,
         _VERSION,
         key.group,
         len(key.digest),
-        0,
+        0 if data_key is None else _SEALED,
         namespace.fingerprint,
         key.digest,
-        payload.nbytes,
+        value.nbytes - HEADER_BYTES,
         created,
         crc32c(value[HEADER_BYTES:]),
     )
@@ -95,15 +107,38 @@ def created_at(value: memoryview, address: bytes) -> int | None:
     return created if address == fingerprint + group.to_bytes(2, "big") + digest[:length] else None
 
 
-def is_intact(header: bytes, payload: Bytes, address: bytes) -> bool:
+def is_intact(header: bytes, payload: Bytes, address: bytes, *, sealed: bool = False) -> bool:
     """Whether these are the bytes that were once put under `address`, in its namespace."""
+    return _header_is_intact(header, payload.nbytes, address, sealed) and (
+        crc32c(payload) == _FIELDS.unpack_from(header)[-1]
+    )
+
+
+def _header_is_intact(header: bytes, payload_bytes: int, address: bytes, sealed: bool) -> bool:
     if len(header) != HEADER_BYTES or any(header[_FIELDS.size + _CRC.size :]):
         return False
-    magic, version, group, length, _, fingerprint, digest, nbytes, _, checksum = _FIELDS.unpack_from(header)
+    magic, version, group, length, flags, fingerprint, digest, nbytes, _, _ = _FIELDS.unpack_from(header)
     (own,) = _CRC.unpack_from(header, _FIELDS.size)
     return (
-        (magic, version, nbytes) == (_MAGIC, _VERSION, payload.nbytes)
+        (magic, version, nbytes, flags) == (_MAGIC, _VERSION, payload_bytes, _SEALED if sealed else 0)
         and crc32c(header[: _FIELDS.size]) == own
         and address == fingerprint + group.to_bytes(2, "big") + digest[:length]
-        and crc32c(payload) == checksum
     )
+
+
+def unseal_into(value: memoryview, into: Bytes, address: bytes, ring: Ring) -> Unsealed:
+    """Open the sealed payload of `value`, which lies in LMDB's map, into `into`, and hold all of it against `address`.
+
+    It takes no longer than to copy it. The GIL is released meanwhile.
+    """
+    if len(value) != HEADER_BYTES + SEAL_BYTES + into.nbytes:
+        return Unsealed.DAMAGED
+    header, sealed = bytes(value[:HEADER_BYTES]), np.frombuffer(value, np.uint8, offset=HEADER_BYTES)
+    if not _header_is_intact(header, sealed.nbytes, address, sealed=True):
+        return Unsealed.DAMAGED
+    fingerprint, group = address[:FINGERPRINT_BYTES], address[FINGERPRINT_BYTES : FINGERPRINT_BYTES + 2]
+    key = BlockKey(address[FINGERPRINT_BYTES + 2 :], int.from_bytes(group, "big"))
+    found = unseal(ring, sealed, into, fingerprint, key)
+    if found is not Unsealed.GOOD and crc32c(sealed) != _FIELDS.unpack_from(header)[-1]:
+        return Unsealed.DAMAGED
+    return found

@@ -12,6 +12,7 @@ from kvstore.environment import PAGE, Environment, check_filesystem, damage
 from kvstore.errors import NotAStoreError, StoreDamagedError, StoreFullError, StoreNotFoundError
 from kvstore.presence import Presence, State, explained, is_presence_file, mode_of
 from kvstore.retention import Retention
+from kvstore.sealing import PLAIN, check_options, open_sealer, record_seal, recorded_seals
 from kvstore.url import CAPACITY, DURABILITY, MODE, READONLY, TierURL, local_path
 from kvstore_lmdb.space import SMALLEST_CAPACITY, Space
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import lmdb
 
     from kvstore.catalog import Victim
+    from kvstore.sealing import Sealer
 
 __all__ = ["BLOCKS", "NAMES", "Tier", "evict", "open_tier", "take_out", "tree_bytes"]
 
@@ -43,6 +45,8 @@ class Tier:
     environment: Environment
     catalog: Catalog
     space: Space
+    sealer: Sealer | None
+    """What its blocks are sealed with."""
     notes: tuple[str, ...]
     """What an operator should know of how it was found."""
 
@@ -55,6 +59,7 @@ def open_tier(url: TierURL) -> Tier:
     """Open the tier that `url` names. Raises a `StoreOpenError`; then nothing stays open."""
     directory, readonly = local_path(url), url.option(READONLY)
     wanted = _wanted_capacity(url, directory)
+    check_options(url)
     with explained(directory):
         mode = url.option(MODE) if MODE.name in url.raw_options else mode_of(directory / "gate")
         _make_directory(directory, readonly=readonly, mode=mode)
@@ -71,16 +76,21 @@ def open_tier(url: TierURL) -> Tier:
         if presence.alone and not readonly:
             _shrink(presence, space, mode)
         environment = _open_environment(url, directory, space.map_size, mode)
+        sealer = None
         try:
             catalog = Catalog(environment, Retention.of(url))
             catalog.prepare(wanted, alone=presence.alone)
+            sealer = open_sealer(url, recorded_seals(environment))
+            record_seal(environment, PLAIN if sealer is None else sealer.id, alone=presence.alone)
             if presence.alone and not readonly:
                 _evict_down(catalog, space)
             notes += _unreadable(catalog)
         except BaseException:
             environment.close()
+            if sealer is not None:
+                sealer.close()
             raise
-    return Tier(directory, presence, environment, catalog, space, notes)
+    return Tier(directory, presence, environment, catalog, space, sealer, notes)
 
 
 def evict(catalog: Catalog, space: Space, *, room: int, most: int) -> int:

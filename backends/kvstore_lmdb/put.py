@@ -19,6 +19,7 @@ import lmdb
 import numpy as np
 
 from kvstore.catalog import Entry
+from kvstore.sealing import SEAL_BYTES
 from kvstore.types import NO_POSITION, BlockWrite, PutOutcome
 from kvstore_lmdb.entry import HEADER_BYTES, Bytes, fill
 from kvstore_lmdb.opening import BLOCKS, Tier, evict, tree_bytes
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from kvstore.catalog import Totals
     from kvstore.namespace import Namespace
+    from kvstore.sealing import DataKey
 
 __all__ = ["Puts", "Staged", "chunks"]
 
@@ -53,6 +55,13 @@ class Staged:
     payload: Bytes
     address: bytes
     size: int
+    data_key: DataKey | None = None
+    """What it is to be sealed with."""
+
+    @property
+    def value_bytes(self) -> int:
+        """How long its value is."""
+        return HEADER_BYTES + self.payload.nbytes + (0 if self.data_key is None else SEAL_BYTES)
 
 
 class Puts:
@@ -97,13 +106,13 @@ class Puts:
             with self._tier.catalog.read() as snapshot:
                 totals = snapshot.totals()
             return first + self._put_fresh(namespace, blocks[middle:], totals, now)
-        with self._staging(sum(HEADER_BYTES + block.payload.nbytes for block in blocks)) as memory:
+        with self._staging(sum(block.value_bytes for block in blocks)) as memory:
             items: list[_Item] = []
             end = 0
             for block in blocks:
-                start, end = end, end + HEADER_BYTES + block.payload.nbytes
+                start, end = end, end + block.value_bytes
                 value = memory[start:end]
-                fill(value, namespace, block.block.key, block.payload, now)
+                fill(value, namespace, block.block.key, block.payload, now, block.data_key)
                 items.append((block.address, value.data))
             won = self.patiently(partial(self._store_in_room, namespace, blocks, items, now))
         if won is None:

@@ -91,11 +91,19 @@ def probe_direct_read(file: Path) -> str | None:
 
 
 class _Scratch(threading.local):
-    """This thread's page-aligned memory: two pages for closings, and a bounce buffer once it is needed."""
+    """This thread's page-aligned memory: two pages for closings, a bounce buffer and room for a whole sealed block once
+    they are needed.
+    """
 
     def __init__(self) -> None:
         self.closing = aligned_empty(2 * PAGE)
         self._bounce: NDArray[np.uint8] | None = None
+        self._staging = aligned_empty(0)
+
+    def staging(self, nbytes: int) -> NDArray[np.uint8]:
+        if self._staging.nbytes < nbytes:
+            self._staging = aligned_empty(nbytes)
+        return self._staging[:nbytes]
 
     @property
     def bounce(self) -> NDArray[np.uint8]:
@@ -156,6 +164,18 @@ class BlockDevice:
     def closing(self) -> NDArray[np.uint8]:
         """This thread's page-aligned buffer for a closing; valid until the thread's next transfer."""
         return self._scratch.closing
+
+    def staging(self, frame: BlockFrame) -> NDArray[np.uint8]:
+        """This thread's page-aligned memory for all of a file; valid until the thread's next transfer."""
+        return self._scratch.staging(frame.file_bytes)
+
+    def write_file(self, fd: int, file: NDArray[np.uint8]) -> None:
+        """Write all of a file that stands in staging memory. Raises OSError, e.g. for a full disk."""
+        _write_all(fd, [file.data], 0)
+
+    def read_file(self, fd: int, file: NDArray[np.uint8]) -> bool:
+        """Read all of a file into staging memory; False if it is too short."""
+        return _read_all(fd, [file.data], 0)
 
     def write(self, fd: int, frame: BlockFrame, payload: NDArray[np.uint8], closing: NDArray[np.uint8]) -> None:
         """Write `payload`'s whole pages and the closing, from offset 0. Raises OSError, e.g. for a full disk."""

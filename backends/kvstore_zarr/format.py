@@ -10,6 +10,8 @@ to the caller's memory, and the rest, the *closing*, through one or two pages of
 everything from the payload's checksum to its own place, the zeros included, and so binds the payload to the facts:
 every bit of the file is covered, and a block under another block's name is caught. Integers are little-endian.
 
+In an encrypted tier the payload is the sealed block (`kvstore.sealing.seal`), and the tail also has its data key's id.
+
 Format version 0: it may change without notice until the speed work is done.
 """
 
@@ -43,6 +45,9 @@ _INDEX = struct.Struct("<QQ")
 _TAIL = struct.Struct(f"<8sHHHBBQQQq{FINGERPRINT_BYTES}s{MAX_DIGEST_BYTES}s{MAX_DIGEST_BYTES}s")
 _INDEX_BYTES = _INDEX.size + _CRC.size
 _CLOSING_MIN = _CRC.size + _TAIL.size + _CRC.size + _INDEX_BYTES
+_SEALED = 1
+"""In the flags: the payload is a sealed block, and the id of its data key (16 bytes) follows the parent's digest."""
+_KEY_ID_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,8 @@ class BlockFacts:
     created: int
     position: int
     parent: bytes
+    key_id: bytes = b""
+    """Of the data key that a sealed payload is sealed with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,44 +100,53 @@ class DigestWords:
 class BlockFrame:
     """The frame around payloads of one size. Immutable; threads share it.
 
-    `file_bytes` is the file's size, `whole` the part of the payload that is whole pages, `rest` the bytes after it that
-    stand at the start of the closing, `closing` the size of the closing: whole pages, `whole + closing == file_bytes`.
+    `sealed`: the payloads are sealed blocks, and `payload_bytes` is how long those are. `file_bytes` is the size of the
+    file, `whole` the part of the payload that is whole pages, `rest` the bytes after it that stand at the start of the
+    closing, `closing` the size of the closing: whole pages, `whole + closing == file_bytes`.
     """
 
-    def __init__(self, payload_bytes: int) -> None:
+    def __init__(self, payload_bytes: int, *, sealed: bool = False) -> None:
         self.payload_bytes = payload_bytes
-        self.file_bytes = math.ceil((payload_bytes + _CLOSING_MIN) / PAGE) * PAGE
+        self.sealed = sealed
+        self._flags, key_id_bytes = (_SEALED, _KEY_ID_BYTES) if sealed else (0, 0)
+        self.file_bytes = math.ceil((payload_bytes + _CLOSING_MIN + key_id_bytes) / PAGE) * PAGE
         self.whole = payload_bytes // PAGE * PAGE
         self.rest = payload_bytes - self.whole
         self.closing = self.file_bytes - self.whole
         entry = _INDEX.pack(0, payload_bytes + _CRC.size)
         self._index = entry + _CRC.pack(crc32c(entry))
         self._tail_at = self.rest + _CRC.size
+        self._tail_end = self._tail_at + _TAIL.size + key_id_bytes
         self._tail_crc_at = self.closing - _INDEX_BYTES - _CRC.size
 
     def seal(self, closing: NDArray[np.uint8], payload: NDArray[np.uint8], facts: BlockFacts) -> None:
         """Fill `closing` (at least `self.closing` bytes, the caller's) so that it completes `payload`."""
         closing[: self.rest] = payload[self.whole :]
-        closing[self._tail_at + _TAIL.size : self._tail_crc_at] = 0
+        closing[self._tail_end : self._tail_crc_at] = 0
         view = closing.data
         key = facts.key
         _CRC.pack_into(view, self.rest, crc32c(payload))
         _TAIL.pack_into(
-            *(view, self._tail_at, MAGIC, FORMAT_VERSION, 0, key.group, len(key.digest), len(facts.parent)),
+            *(view, self._tail_at, MAGIC, FORMAT_VERSION, self._flags, key.group, len(key.digest), len(facts.parent)),
             *(facts.payload_bytes, facts.generation, facts.created, facts.position),
             *(facts.fingerprint, key.digest, facts.parent),
         )
+        if self.sealed:
+            view[self._tail_end - _KEY_ID_BYTES : self._tail_end] = facts.key_id
         _CRC.pack_into(view, self._tail_crc_at, crc32c(closing[self.rest : self._tail_crc_at]))
         view[self.closing - _INDEX_BYTES : self.closing] = self._index
 
     def facts(self, closing: NDArray[np.uint8]) -> BlockFacts | None:
-        """What the tail says, or None where it or the shard index is damaged, or frames a payload of another size."""
+        """What the tail says, or None where it or the shard index is damaged, or frames a payload of another size or
+        kind.
+        """
         view = closing.data
         if bytes(view[self.closing - _INDEX_BYTES : self.closing]) != self._index:
             return None
         if _CRC.unpack_from(view, self._tail_crc_at)[0] != crc32c(closing[self.rest : self._tail_crc_at]):
             return None
-        facts = _unpack_tail(_TAIL.unpack_from(view, self._tail_at))
+        key_id = bytes(view[self._tail_at + _TAIL.size : self._tail_end])
+        facts = _unpack_tail(_TAIL.unpack_from(view, self._tail_at), self._flags, key_id)
         return facts if facts is not None and facts.payload_bytes == self.payload_bytes else None
 
     def payload_is_intact(self, closing: NDArray[np.uint8], payload: NDArray[np.uint8]) -> bool:
@@ -138,10 +154,12 @@ class BlockFrame:
         return bool(_CRC.unpack_from(closing.data, self.rest)[0] == crc32c(payload))
 
 
-def _unpack_tail(fields: tuple[Any, ...]) -> BlockFacts | None:
-    magic, version, _flags, group, digest_bytes, parent_bytes, payload, generation, created, position = fields[:10]
+def _unpack_tail(fields: tuple[Any, ...], expected: int, key_id: bytes) -> BlockFacts | None:
+    magic, version, flags, group, digest_bytes, parent_bytes, payload, generation, created, position = fields[:10]
     fingerprint, digest, parent = fields[10:]
-    if magic != MAGIC or version != FORMAT_VERSION or max(digest_bytes, parent_bytes) > MAX_DIGEST_BYTES:
+    if (magic, version, flags) != (MAGIC, FORMAT_VERSION, expected):
+        return None
+    if max(digest_bytes, parent_bytes) > MAX_DIGEST_BYTES:
         return None
     key = BlockKey(digest[:digest_bytes], group)
-    return BlockFacts(fingerprint, key, payload, generation, created, position, parent[:parent_bytes])
+    return BlockFacts(fingerprint, key, payload, generation, created, position, parent[:parent_bytes], key_id)

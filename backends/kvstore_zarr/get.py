@@ -12,11 +12,14 @@ import fcntl
 import os
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.catalog import address_of
+from kvstore.sealing import Unsealed
 from kvstore.types import GetOutcome
 from kvstore_zarr.removal import inode_of, release, remove
+from kvstore_zarr.sealed import unseal_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from kvstore.sealing import Ring
     from kvstore.types import BlockKey
     from kvstore_zarr.metadata import NamespaceTree
     from kvstore_zarr.tier import LocalTier
@@ -44,6 +48,16 @@ class _Look(enum.Enum):
     GOOD = "good"
     BUSY = "busy"
     CHANGED = "changed"
+    KEYLESS = "keyless"
+    """It is sealed with a key that this process does not have; another one may."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bad:
+    """A block that is to go: the inode of its file, None where there is none, and what the caller is told."""
+
+    inode: int | None
+    outcome: GetOutcome
 
 
 def get_blocks(
@@ -55,8 +69,9 @@ def get_blocks(
     addresses = [address_of(tree.namespace, key) for key, _ in reads]
     with tier.catalog.read() as snapshot:
         present = snapshot.alive(addresses)
+    ring = None if tier.sealer is None else tier.sealer.reading()
     outcomes = [
-        _get(tier, tree, address, key, into) if there else GetOutcome.MISS
+        _get(tier, tree, address, key, into, ring) if there else GetOutcome.MISS
         for address, (key, into), there in zip(addresses, reads, present, strict=True)
     ]
     hits = [address for address, outcome in zip(addresses, outcomes, strict=True) if outcome is GetOutcome.HIT]
@@ -66,12 +81,16 @@ def get_blocks(
     return outcomes
 
 
-def _get(tier: LocalTier, tree: NamespaceTree, address: bytes, key: BlockKey, into: NDArray[np.uint8]) -> GetOutcome:
+def _get(
+    tier: LocalTier, tree: NamespaceTree, address: bytes, key: BlockKey, into: NDArray[np.uint8], ring: Ring | None
+) -> GetOutcome:
     path = f"{tier.root}/{tree.block(key)}"
     for _ in range(LOOKS):
-        look = _look(tier, tree, path, key, into)
+        look = _look(tier, tree, path, key, into, ring)
         if look is _Look.GOOD:
             return GetOutcome.HIT
+        if look is _Look.KEYLESS:
+            return GetOutcome.MISS
         if look is _Look.BUSY:
             time.sleep(0.001)
         if isinstance(look, _Look):
@@ -83,49 +102,64 @@ def _get(tier: LocalTier, tree: NamespaceTree, address: bytes, key: BlockKey, in
     return GetOutcome.MISS
 
 
-def _heal(tier: LocalTier, address: bytes, inode: int | None) -> GetOutcome:
-    """Remove a block whose file is damaged, or the entry of one whose file is gone (`inode` is None)."""
+def _heal(tier: LocalTier, address: bytes, bad: _Bad) -> GetOutcome:
+    """Remove a block whose file is of no use, or the entry of one whose file is gone."""
     if tier.readonly:
-        return GetOutcome.MISS if inode is None else GetOutcome.CORRUPT
-    removed = remove(tier, [address], seen={address: inode})[0]
-    return GetOutcome.CORRUPT if removed and inode is not None else GetOutcome.MISS
+        return bad.outcome
+    return bad.outcome if remove(tier, [address], seen={address: bad.inode})[0] else GetOutcome.MISS
 
 
 def _look(
-    tier: LocalTier, tree: NamespaceTree, path: str, key: BlockKey, into: NDArray[np.uint8]
-) -> _Look | int | None:
-    """Read the file once: what was found, or the inode of a file that is damaged, or None where there is no file."""
+    tier: LocalTier, tree: NamespaceTree, path: str, key: BlockKey, into: NDArray[np.uint8], ring: Ring | None
+) -> _Look | _Bad:
+    """Read the file once: what was found."""
     try:
         fd = tier.device.open(path)
     except (FileNotFoundError, NotADirectoryError):
-        return None
+        return _Bad(None, GetOutcome.MISS)
     except OSError as error:
         if error.errno in _OUT_OF_RESOURCES:
             raise
-        return inode_of(path)  # no file of ours, or one that cannot be had
+        inode = inode_of(path)  # no file of ours, or one that cannot be had
+        return _Bad(inode, GetOutcome.MISS if inode is None else GetOutcome.CORRUPT)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return _Look.BUSY
         status = os.fstat(fd)
-        if _is_intact(tier, tree, fd, status.st_size, key, into):
+        found = _read(tier, tree, fd, status.st_size, key, into, ring)
+        if found is Unsealed.GOOD:
             return _Look.GOOD
         # A file that another put has taken over since it was opened is no damage: look at the name again.
-        return status.st_ino if inode_of(path) == status.st_ino else _Look.CHANGED
+        if inode_of(path) != status.st_ino:
+            return _Look.CHANGED
+        if found is Unsealed.UNKNOWN:
+            return _Look.KEYLESS
+        return _Bad(status.st_ino, GetOutcome.CORRUPT if found is Unsealed.DAMAGED else GetOutcome.MISS)
     finally:
         release(fd)
 
 
-def _is_intact(
-    tier: LocalTier, tree: NamespaceTree, fd: int, size: int, key: BlockKey, into: NDArray[np.uint8]
-) -> bool:
+def _read(
+    tier: LocalTier, tree: NamespaceTree, fd: int, size: int, key: BlockKey, into: NDArray[np.uint8], ring: Ring | None
+) -> Unsealed:
+    """Read the file into the caller's buffer, opened if it is sealed; of what is not, `GOOD` or `DAMAGED`."""
+    if size != tree.frames[key.group].file_bytes:
+        return Unsealed.DAMAGED
+    try:
+        if ring is None:
+            return Unsealed.GOOD if _is_intact(tier, tree, fd, key, into) else Unsealed.DAMAGED
+        file = tier.device.staging(tree.frames[key.group])
+        return unseal_file(file, tree, key, into, ring) if tier.device.read_file(fd, file) else Unsealed.DAMAGED
+    except OSError:  # a bad sector, say: this block cannot be had
+        return Unsealed.DAMAGED
+
+
+def _is_intact(tier: LocalTier, tree: NamespaceTree, fd: int, key: BlockKey, into: NDArray[np.uint8]) -> bool:
     frame = tree.frames[key.group]
     closing = tier.device.closing()
-    try:
-        if size != frame.file_bytes or not tier.device.read(fd, frame, into, closing):
-            return False
-    except OSError:  # a bad sector, say: this block cannot be had
+    if not tier.device.read(fd, frame, into, closing):
         return False
     facts = frame.facts(closing)
     if facts is None or facts.key != key or facts.fingerprint != tree.namespace.fingerprint:

@@ -19,10 +19,11 @@ import os
 import re
 from typing import TYPE_CHECKING, Any
 
-from kvstore.errors import NewerFormatError, NotAStoreError, StoreOpenError
+from kvstore.errors import NewerFormatError, NotAStoreError, StoreOpenError, StoreSealedError
 from kvstore.files import open_file
 from kvstore.layout import DTYPES
 from kvstore.namespace import Namespace
+from kvstore.sealing import PLAIN, SEAL_BYTES
 from kvstore.types import BlockKey
 from kvstore_zarr.format import FORMAT_VERSION, BlockFrame, DigestWords
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "METADATA_NAME",
+    "SEAL_CODEC",
     "NamespaceTree",
     "is_namespace_name",
     "namespaces_in",
@@ -42,7 +44,10 @@ __all__ = [
 ]
 
 METADATA_NAME = "zarr.json"
+SEAL_CODEC = "kvstore.aes256gcm"
+"""The codec of a sealed chunk (`kvstore_zarr.codec`)."""
 _ATTRIBUTE = "kvstore"
+_SEALED = "sealed"
 _NAME = re.compile("[0-9a-f]{32}")
 _ARRAY = re.compile("[0-9a-f]{2}")
 _LARGEST_MANIFEST = 16 << 20
@@ -51,14 +56,17 @@ _LARGEST_MANIFEST = 16 << 20
 class NamespaceTree:
     """Where the blocks of one namespace stand, relative to the store's root, and the documents that describe them.
 
-    `frames` has each group's `BlockFrame`. Immutable; threads share it.
+    `seal` is the id of the keyring with which its blocks are sealed, `PLAIN` where they are not; `frames` has each
+    group's `BlockFrame`. Immutable; threads share it.
     """
 
-    def __init__(self, namespace: Namespace) -> None:
+    def __init__(self, namespace: Namespace, seal: str = PLAIN) -> None:
         self.namespace = namespace
+        self.seal = seal
         self._words = DigestWords(namespace.digest_bytes)
         self._suffixes = tuple(".0" * len(layout.shape) for layout in namespace.layouts)
-        self.frames = tuple(BlockFrame(layout.nbytes) for layout in namespace.layouts)
+        longer = SEAL_BYTES if seal else 0
+        self.frames = tuple(BlockFrame(layout.nbytes + longer, sealed=bool(seal)) for layout in namespace.layouts)
         self._of_namespace = _dump(self._namespace_document())
         self._of_group = _dump(_group_document({}))
         self._of_arrays = tuple(_dump(self._array_document(layout)) for layout in namespace.layouts)
@@ -124,7 +132,8 @@ class NamespaceTree:
             "digest_words": {"count": len(self._words.widths), "bytes": list(self._words.widths)},
             "namespace": self.namespace.to_manifest(),
         }
-        return _group_document({_ATTRIBUTE: facts})
+        sealed = {_SEALED: {"keyring": self.seal}} if self.seal else {}
+        return _group_document({_ATTRIBUTE: facts | sealed})
 
     def _array_document(self, layout: BlockLayout) -> dict[str, Any]:
         widths = self._words.widths
@@ -132,9 +141,10 @@ class NamespaceTree:
         as_bytes = {"name": "bytes", "configuration": {"endian": "little"}}
         checksum = {"name": "crc32c"}
         inner = {"name": "bytes"} if DTYPES[layout.dtype] == 1 else as_bytes
+        seal = [{"name": SEAL_CODEC, "configuration": {"keyring": self.seal}}] if self.seal else []
         sharding = {
             "chunk_shape": chunk,
-            "codecs": [inner, checksum],
+            "codecs": [inner, *seal, checksum],
             "index_codecs": [as_bytes, checksum],
             "index_location": "end",
         }
@@ -153,10 +163,10 @@ class NamespaceTree:
         }
 
 
-def read_namespace(folder: Path) -> Namespace | None:
+def read_namespace(folder: Path, seal: str | None = None) -> NamespaceTree | None:
     """The namespace whose blocks are below `folder`, from its manifest; None where that is no kvstore namespace.
 
-    Raises what `parse_namespace` raises.
+    `seal`: the keyring of the tier, or `PLAIN`; None for any. Raises what `parse_namespace` raises.
     """
     place = str(folder / METADATA_NAME)
     try:
@@ -168,19 +178,21 @@ def read_namespace(folder: Path) -> Namespace | None:
             raise
         _check_unreadable(folder.name, place, error)
         return None
-    return parse_namespace(data, folder.name, place)
+    return parse_namespace(data, folder.name, place, seal)
 
 
-def parse_namespace(data: bytes, name: str, place: str) -> Namespace | None:
+def parse_namespace(data: bytes, name: str, place: str, seal: str | None = None) -> NamespaceTree | None:
     """The namespace that the manifest `data` describes, found at `place` in a folder called `name`; None if it is none.
 
-    Raises `NewerFormatError` for a manifest of a later format, and `NotAStoreError` for one that contradicts itself, or
-    that cannot be read although the folder is named as a namespace is.
+    Raises `NewerFormatError` for a manifest of a later format, `StoreSealedError` for one whose blocks are not sealed
+    as `seal` says (see `read_namespace`), and `NotAStoreError` for one that contradicts itself, or that cannot be read
+    although the folder is named as a namespace is.
     """
     try:
         facts = json.loads(data)["attributes"][_ATTRIBUTE]
         version, fingerprint = facts["format"], facts["fingerprint"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        found = str(facts.get(_SEALED, {}).get("keyring", PLAIN))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         _check_unreadable(name, place, error)
         return None
     if not isinstance(version, int) or version > FORMAT_VERSION:
@@ -197,7 +209,13 @@ def parse_namespace(data: bytes, name: str, place: str) -> Namespace | None:
             f"{place} describes namespace {namespace.name}, in a folder named {name}: it was changed or renamed; move"
             " it away"
         )
-    return namespace
+    if seal not in (None, found):
+        raise StoreSealedError(f"{place} is of blocks that are {_how(found)}, in a tier whose blocks are {_how(seal)}")
+    return NamespaceTree(namespace, found)
+
+
+def _how(seal: str | None) -> str:
+    return f"encrypted with keyring {seal}" if seal else "not encrypted"
 
 
 def is_namespace_name(name: str) -> bool:
@@ -211,21 +229,22 @@ def _check_unreadable(name: str, place: str, error: Exception) -> None:
         raise NotAStoreError(f"{place} is no manifest that can be read ({error!r})") from error
 
 
-def namespaces_in(root: Path) -> tuple[list[NamespaceTree], dict[str, StoreOpenError]]:
+def namespaces_in(root: Path, seal: str | None = None) -> tuple[list[NamespaceTree], dict[str, StoreOpenError]]:
     """The namespaces below `root`, and those that cannot be served: name of the folder, and what is wrong with it.
 
-    One bad folder is not to stop the others. Raises `NewerFormatError` where there is nothing but later formats.
+    `seal` as for `read_namespace`. One bad folder is not to stop the others. Raises `NewerFormatError` where there is
+    nothing but later formats.
     """
     trees: list[NamespaceTree] = []
     aside: dict[str, StoreOpenError] = {}
     for folder in sorted(root.iterdir()):
         try:
-            namespace = read_namespace(folder) if folder.is_dir() else None
+            tree = read_namespace(folder, seal) if folder.is_dir() else None
         except StoreOpenError as error:
             aside[folder.name] = error
             continue
-        if namespace is not None:
-            trees.append(NamespaceTree(namespace))
+        if tree is not None:
+            trees.append(tree)
     for reason in aside.values():
         if not trees and isinstance(reason, NewerFormatError):
             raise reason

@@ -25,6 +25,7 @@ from kvstore.files import make_folder
 from kvstore.namespace import FINGERPRINT_BYTES
 from kvstore.presence import Presence, State, explained, mode_of
 from kvstore.retention import Retention
+from kvstore.sealing import PLAIN, open_sealer, record_seal
 from kvstore.url import CAPACITY, DURABILITY, IO, MODE, READONLY, TierURL, local_path
 from kvstore_zarr.device import BlockDevice
 from kvstore_zarr.folders import FOLDERS_DATABASE, Folders, occupied
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
     from pathlib import Path
 
+    from kvstore.sealing import Sealer
     from kvstore_zarr.rebuild import Marks
 
 __all__ = ["close_tier", "open_tier"]
@@ -56,8 +58,10 @@ _REMEDY = (
 def open_tier(url: TierURL) -> tuple[LocalTier, str | None]:
     """The tier at `url`, made where nothing is, and why its I/O is not direct, if so. Raises a `StoreOpenError`."""
     root = local_path(url)
-    with _explaining(root):
-        _check_location(root, url)
+    with _explaining(root), ExitStack() as undo:
+        sealer = _check_location(root, url)
+        if sealer is not None:
+            undo.callback(sealer.close)
         check_filesystem(root)
         mode = url.option(MODE) if MODE.name in url.raw_options else mode_of(root / INNER)
         if not url.option(READONLY):
@@ -66,14 +70,16 @@ def open_tier(url: TierURL) -> tuple[LocalTier, str | None]:
                 make_folder(folder, mode)
         with Presence.opening(root / INNER, readonly=url.option(READONLY), mode=mode) as presence:
             try:
-                return _open_parts(url, root, presence, mode, must_rebuild=_must_rebuild(root / CATALOGUE, presence))
+                must_rebuild = _must_rebuild(root / CATALOGUE, presence)
+                tier, reason = _open_parts(url, root, presence, mode, sealer, must_rebuild=must_rebuild)
             except StoreDamagedError as error:
                 if presence.readonly or not presence.alone:
                     raise
                 marks = _discard_catalogue(root / CATALOGUE, presence)
-                tier, reason = _open_parts(url, root, presence, mode, must_rebuild=True, marks=marks)
+                tier, reason = _open_parts(url, root, presence, mode, sealer, must_rebuild=True, marks=marks)
                 tier.remark(f"its catalogue was made anew from the blocks ({error})")
-                return tier, reason
+        undo.pop_all()
+    return tier, reason
 
 
 def close_tier(tier: LocalTier) -> None:
@@ -92,9 +98,12 @@ def close_tier(tier: LocalTier) -> None:
                 tier.environment.sync()
     finally:
         tier.environment.close()
+        if tier.sealer is not None:
+            tier.sealer.close()
 
 
-def _check_location(root: Path, url: TierURL) -> None:
+def _check_location(root: Path, url: TierURL) -> Sealer | None:
+    """What seals its blocks, once it is sure that the tier can be here. Raises a `StoreOpenError`."""
     readonly, capacity = url.option(READONLY), url.option(CAPACITY)
     try:
         names = sorted(entry.name for entry in root.iterdir())
@@ -114,16 +123,23 @@ def _check_location(root: Path, url: TierURL) -> None:
         if readonly:
             has = "blocks but no catalogue: open it once without readonly=true" if names else "nothing"
             raise StoreNotFoundError(f"{root} holds {has}, and a read-only opening creates none")
-    if names:
-        namespaces_in(root)  # a later format is an error before anything is touched
+    trees = namespaces_in(root)[0] if names else []  # a later format is an error before anything is touched
     if capacity is not None and capacity.bytes is not None and capacity.bytes < LEAST_CAPACITY:
         raise StoreFullError(
             f"{root}: capacity={capacity.bytes} is too small for even an empty tier: give at least {LEAST_CAPACITY}"
         )
+    return open_sealer(url, {tree.seal for tree in trees})
 
 
 def _open_parts(
-    url: TierURL, root: Path, presence: Presence, mode: int, *, must_rebuild: bool, marks: Marks | None = None
+    url: TierURL,
+    root: Path,
+    presence: Presence,
+    mode: int,
+    sealer: Sealer | None,
+    *,
+    must_rebuild: bool,
+    marks: Marks | None = None,
 ) -> tuple[LocalTier, str | None]:
     readonly = url.option(READONLY)
     with ExitStack() as undo:
@@ -135,6 +151,7 @@ def _open_parts(
         catalog = Catalog(environment, Retention.of(url))
         wanted = url.option(CAPACITY)
         capacity = catalog.prepare(wanted.resolve(root) if wanted else None, alone=presence.alone)
+        record_seal(environment, PLAIN if sealer is None else sealer.id, alone=presence.alone)
         sample = root / CATALOGUE / "data.mdb"
         device, reason = BlockDevice.choose(url.option(IO), root / DRAFTS, sample=sample, readonly=readonly)
         tier = LocalTier(
@@ -151,8 +168,9 @@ def _open_parts(
             mode=mode,
             durable=url.option(DURABILITY) == "fsync",
             readonly=readonly,
+            sealer=sealer,
         )
-        for name, error in namespaces_in(root)[1].items():
+        for name, error in namespaces_in(root, tier.seal)[1].items():
             tier.set_aside(name, error)
         if not readonly:
             _bring_in_order(tier, must_rebuild=must_rebuild, marks=marks)

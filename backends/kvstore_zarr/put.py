@@ -29,6 +29,7 @@ from kvstore.types import BlockWrite, PutOutcome
 from kvstore_zarr import eviction, steps
 from kvstore_zarr.format import PAGE, BlockFacts
 from kvstore_zarr.removal import erase, reclaim_if_due, release, settle_intent
+from kvstore_zarr.sealed import seal_file
 from kvstore_zarr.tier import pack_addresses
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.catalog import Change, Intent
+    from kvstore.sealing import DataKey, Sealer
     from kvstore_zarr.eviction import Held
     from kvstore_zarr.metadata import NamespaceTree
     from kvstore_zarr.tier import LocalTier
@@ -64,6 +66,7 @@ class _Block:
     folder: str
     path: str
     cost: int
+    data_key: DataKey | None = None
     draft: str = ""
     created: int = 0
     generation: int = 0
@@ -80,8 +83,10 @@ def put_blocks(
     for address, (write, payload) in zip(order, writes, strict=True):
         if address not in blocks:
             blocks[address] = _block(tier, tree, address, write, payload)
+    if tier.sealer is not None:
+        _give_keys(tier.sealer, list(blocks.values()))
     reclaim_if_due(tier, RECLAIM_INTERVAL_S)
-    _run(tier, tree, list(blocks.values()))
+    _run(tier, tree, [block for block in blocks.values() if block.outcome is None])
     outcomes: list[PutOutcome] = []
     for address in order:
         outcome = blocks[address].outcome or PutOutcome.FULL
@@ -98,6 +103,15 @@ def _block(
     file_bytes = tree.frames[write.key.group].file_bytes
     cost = file_bytes + PAGE + tier.folders.growth(folder)  # a page for the extents of a fragmented file
     return _Block(write, payload, address, folder, f"{tier.root}/{tree.block(write.key)}", cost)
+
+
+def _give_keys(sealer: Sealer, blocks: Sequence[_Block]) -> None:
+    """Say what each block is sealed with; one for whose tenant there is no key cannot be stored."""
+    keys = sealer.writing(block.write.tenant for block in blocks)
+    for block in blocks:
+        block.data_key = keys.get(block.write.tenant)
+        if block.data_key is None:
+            block.outcome = PutOutcome.FAILED
 
 
 def _run(tier: LocalTier, tree: NamespaceTree, waiting: list[_Block]) -> None:
@@ -294,9 +308,14 @@ class PutJob:
                 tree.namespace.fingerprint, key, block.payload.nbytes, block.generation, block.created,
                 block.write.position, block.write.parent,
             )  # fmt: skip
-            closing = tier.device.closing()
-            frame.seal(closing, block.payload, facts)
-            tier.device.write(fd, frame, block.payload, closing)
+            if block.data_key is None:
+                closing = tier.device.closing()
+                frame.seal(closing, block.payload, facts)
+                tier.device.write(fd, frame, block.payload, closing)
+            else:
+                file = tier.device.staging(frame)
+                seal_file(file, frame, block.payload, facts, block.data_key)
+                tier.device.write_file(fd, file)
             if tier.durable:
                 os.fsync(fd)
             block.size = tier.device.finish(fd, tier.mode)

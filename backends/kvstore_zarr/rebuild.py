@@ -65,7 +65,7 @@ def rebuild(tier: LocalTier, marks: Marks | None = None) -> None:
         marks = change.all_marks() if marks is None else marks
         change.clear()
         tier.folders.forget(change.txn)
-    for tree in namespaces_in(tier.root)[0]:
+    for tree in namespaces_in(tier.root, tier.seal)[0]:
         with tier.catalog.write() as change:
             change.add_namespace(tree.namespace)
         batch: list[Entry] = []

@@ -52,7 +52,7 @@ def reindex(tier: LocalTier, *, unreadable_for_s: float = math.inf) -> Reindexed
     A file that is no whole block is removed once nobody has written it for `unreadable_for_s`.
     """
     found = Reindexed()
-    for tree in namespaces_in(tier.root)[0]:
+    for tree in namespaces_in(tier.root, tier.seal)[0]:
         if tier.is_aside(tree.namespace.fingerprint):
             continue
         with tier.catalog.write() as change:

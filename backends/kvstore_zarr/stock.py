@@ -44,6 +44,8 @@ def block_array(
     files[METADATA_NAME] = _buffer(json.dumps(described).encode())
     api: Any = importlib.import_module("zarr")  # not loaded with the store
     importlib.import_module("kvstore_zarr.dtypes").register()
+    if tree.seal:
+        importlib.import_module("kvstore_zarr.codec").register()
     array: zarr.Array[Any] = api.open_array(api.storage.MemoryStore(files, read_only=True), mode="r")
     return array
 

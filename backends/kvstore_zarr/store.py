@@ -21,6 +21,7 @@ from kvstore.marks import MarkOutcome
 from kvstore.objects.settings import REMOTE
 from kvstore.repairing import examine_environment
 from kvstore.retention import TTL, TTL_FROM, Allowance
+from kvstore.sealing import SEALING
 from kvstore.tombs import refused_until
 from kvstore.types import GetOutcome, PutOutcome, Usage
 from kvstore.url import CAPACITY, DURABILITY, IO, MODE, READONLY, Option, TierURL, boolean, local_path
@@ -64,6 +65,7 @@ class LocalZarrStore(BlockStore):
 
     options: ClassVar[tuple[Option[object], ...]] = (
         *(CAPACITY, TTL, TTL_FROM, IO, DURABILITY, READONLY, MODE, REMOTE),
+        *SEALING,
     )
 
     @classmethod
@@ -97,6 +99,7 @@ class LocalZarrStore(BlockStore):
             marks=True,
             uses=True,
             tombstones=True,
+            sealed=self._tier.sealer is not None,
         )
 
     def namespaces(self) -> list[Namespace]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import StoreOpenError
 from kvstore.namespace import FINGERPRINT_BYTES
+from kvstore.sealing import PLAIN
 from kvstore.types import BlockKey
 from kvstore_zarr.folders import occupied
 from kvstore_zarr.metadata import NamespaceTree, read_namespace
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from kvstore.environment import Environment
     from kvstore.namespace import Namespace
     from kvstore.presence import Presence
+    from kvstore.sealing import Sealer
     from kvstore_zarr.device import BlockDevice
     from kvstore_zarr.folders import Folders
     from kvstore_zarr.names import NameLocks
@@ -69,6 +71,8 @@ class LocalTier:
     mode: int
     durable: bool
     readonly: bool
+    sealer: Sealer | None = None
+    """What its blocks are sealed with."""
     recorded: set[bytes] = field(default_factory=set[bytes])
     """Fingerprints of namespaces whose manifests this process has put into the catalogue."""
     claimed: set[bytes] = field(default_factory=set[bytes])
@@ -89,11 +93,16 @@ class LocalTier:
     """What stands in those folders and in no entry of the catalogue."""
     _trees: dict[bytes, NamespaceTree] = field(default_factory=dict[bytes, NamespaceTree])
 
+    @property
+    def seal(self) -> str:
+        """The id of its keyring; `PLAIN` where it has none."""
+        return PLAIN if self.sealer is None else self.sealer.id
+
     def tree(self, namespace: Namespace) -> NamespaceTree:
         """Where the namespace's blocks stand."""
         tree = self._trees.get(namespace.fingerprint)
         if tree is None:
-            tree = self._trees.setdefault(namespace.fingerprint, NamespaceTree(namespace))
+            tree = self._trees.setdefault(namespace.fingerprint, NamespaceTree(namespace, self.seal))
         return tree
 
     def place(self, address: bytes) -> tuple[NamespaceTree, BlockKey] | None:
@@ -137,10 +146,11 @@ class LocalTier:
         if name in self.aside:
             return None
         try:
-            return read_namespace(self.root / name)
+            tree = read_namespace(self.root / name, self.seal)
         except StoreOpenError as error:
             self.set_aside(name, error)
             return None
+        return None if tree is None else tree.namespace
 
     def path(self, address: bytes) -> str | None:
         """The file of the block at a catalogue address; None if its namespace's manifest is gone."""

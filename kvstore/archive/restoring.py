@@ -228,7 +228,7 @@ class _Restoration:
             block = self._archive.block(loaded, shard, place)
             if block is not None:
                 position, parent = self._archive.position(shard.group, shard.start + place)
-                writes.append(BlockWrite(shard.keys[place], block.data, position, parent))
+                writes.append(BlockWrite(shard.keys[place], block.data, position, parent, self._mark.tenant))
         outcomes = self._store.put_many(self._archive.namespace, writes) if writes else []
         return outcomes, len(places) - len(writes)
 

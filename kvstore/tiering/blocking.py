@@ -45,7 +45,7 @@ class BlockingCalls(ABC):
 
     @abstractmethod
     def prepare_store(
-        self, keys: Sequence[BlockKey], *, position: int = ..., parent: bytes = ...
+        self, keys: Sequence[BlockKey], *, position: int = ..., parent: bytes = ..., tenant: str = ...
     ) -> list[NDArray[np.uint8] | None]: ...
 
     @abstractmethod
@@ -142,7 +142,9 @@ class BlockingCalls(ABC):
         while self.primary.get(block.key) is None:
             late = time.monotonic() > deadline
             if late or self.room_for_stores:
-                view = self.prepare_store([block.key], position=block.position, parent=block.parent)[0]
+                view = self.prepare_store(
+                    [block.key], position=block.position, parent=block.parent, tenant=block.tenant
+                )[0]
                 if late or view is not None:
                     return view
             self._turn()

@@ -177,7 +177,9 @@ class Store(Transfer):
         stores = [self, *(job for job in self.others if isinstance(job, Store))]
         slots = [slot for store in stores for slot in store.slots]
         outcomes = iter(
-            self.write([BlockWrite(slot.key, slot.view.data, slot.position, slot.parent) for slot in slots])
+            self.write(
+                [BlockWrite(slot.key, slot.view.data, slot.position, slot.parent, slot.tenant) for slot in slots]
+            )
         )
         for store in stores:
             store.outcomes = list(islice(outcomes, len(store.slots)))
@@ -199,7 +201,7 @@ class CopyOut(Transfer):
         for slot, buffer in zip(self.slots, self.buffers, strict=True):
             np.copyto(buffer.memory, slot.view)
         self.blocks = [
-            BlockWrite(slot.key, buffer.memory.data, slot.position, slot.parent)
+            BlockWrite(slot.key, buffer.memory.data, slot.position, slot.parent, slot.tenant)
             for slot, buffer in zip(self.slots, self.buffers, strict=True)
         ]
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.errors import ShutdownTimeout
+from kvstore.marks import Mark
 from kvstore.tiering.blocking import PAUSE, BlockingCalls
 from kvstore.tiering.policy import DEFAULT_POLICY
 from kvstore.tiering.primary import PrimaryTier
@@ -155,7 +156,7 @@ class TieringManager(BlockingCalls):
         return answers
 
     def prepare_store(
-        self, keys: Sequence[BlockKey], *, position: int = NO_POSITION, parent: bytes = NO_PARENT
+        self, keys: Sequence[BlockKey], *, position: int = NO_POSITION, parent: bytes = NO_PARENT, tenant: str = ""
     ) -> list[NDArray[np.uint8] | None]:
         """Slots for blocks that the engine is about to write, one uint8 view per key, cut to its group's block.
 
@@ -163,8 +164,10 @@ class TieringManager(BlockingCalls):
         view stays valid, and its slot pinned, until `complete_store` names the key.
 
         `keys` are consecutive blocks of one prefix and one group: `position` is the index of the first in the prefix
-        and `parent` the digest of the block before it; both are stored with the blocks (see `BlockWrite`).
+        and `parent` the digest of the block before it; both are stored with the blocks (see `BlockWrite`). They are
+        `tenant`'s, if one is given: tiers mark them so, and encrypted ones seal them under its data key.
         """
+        mark = Mark(tenant=tenant) if tenant else None
         views: list[NDArray[np.uint8] | None] = []
         for offset, key in enumerate(keys):
             slot = self._slot_for_store(key)
@@ -172,6 +175,8 @@ class TieringManager(BlockingCalls):
             if slot and position != NO_POSITION:
                 slot.position = position + offset
                 slot.parent = keys[offset - 1].digest if offset else parent
+            if slot:
+                slot.mark = mark
         return views
 
     def complete_store(self, keys: Sequence[BlockKey], *, success: bool = True) -> None:

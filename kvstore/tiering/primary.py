@@ -52,6 +52,11 @@ class Slot:
     mark: Mark | None = None
     """What a tier is to say of the block once it has stored it, or finds that it has it."""
 
+    @property
+    def tenant(self) -> str:
+        """Whose it is, which decides what an encrypted tier seals it with."""
+        return "" if self.mark is None else self.mark.tenant
+
 
 @dataclass(frozen=True, slots=True)
 class PrimaryStats:

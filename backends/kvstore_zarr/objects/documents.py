@@ -49,7 +49,8 @@ class Documents:
         """The namespace whose folder is `name`; None where it has no manifest. Raises what `parse_namespace` raises."""
         path = f"{name}/{METADATA_NAME}"
         data = self._client.get(path)
-        return None if data is None else parse_namespace(bytes(data), name, path)
+        tree = None if data is None else parse_namespace(bytes(data), name, path)
+        return None if tree is None else tree.namespace
 
     def prepare(self, tree: NamespaceTree, keys: Iterable[BlockKey]) -> dict[str, bytes]:
         """Put the namespace's manifest, if need be; the other documents that the folders of `keys` still want.

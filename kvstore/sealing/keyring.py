@@ -1,0 +1,285 @@
+"""The keyring: a file with one data key for each tenant, shared by every process that seals or opens its blocks.
+
+Reading takes no lock: the file is replaced whole, by a rename. Whoever writes holds the lock of `<keyring>.lock`,
+writes `<keyring>.new`, syncs it, renames it and syncs the folder; a process that is killed meanwhile leaves the old
+keyring or the new one. All of them have permissions 0600.
+
+Before each batch a process looks whether the file is still the one it has read (`Keyring.ring`): it keeps that one
+open, so that no other can get its inode, and compares. So a key that was destroyed serves nobody from then on.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.errors import KeyringError
+from kvstore.sealing.document import Document
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Mapping
+    from typing import Self
+
+__all__ = ["DataKey", "Keyring", "Ring"]
+
+_MODE = 0o600
+
+
+class DataKey(NamedTuple):
+    """What seals a tenant's blocks: 16 bytes that name it, and the key itself, 32 bytes."""
+
+    id: bytes
+    key: bytes
+
+    def __repr__(self) -> str:
+        return f"DataKey({self.id.hex()})"
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The data keys as the file had them at one moment.
+
+    `current` has a tenant's key for what is stored now, `keys` every key by its id. `destroyed` are ids of keys that
+    are no more.
+    """
+
+    current: Mapping[str, DataKey] = field(default_factory=dict[str, DataKey], repr=False)
+    keys: Mapping[bytes, bytes] = field(default_factory=dict[bytes, bytes], repr=False)
+    destroyed: frozenset[bytes] = frozenset()
+
+
+class Keyring:
+    """An open keyring. Thread-safe; in a forked child as well.
+
+    Where the operator's key was changed meanwhile (`kvstore rekey`), what this process has unwrapped serves on for as
+    long as it stands in the file; keys made since are unknown to it until it is opened anew.
+
+    Every call raises `KeyringError` where the file is damaged or cannot be read.
+    """
+
+    def __init__(self, path: Path, operator_key: bytes) -> None:
+        """For `open`."""
+        self.path = path
+        self._operator_key = operator_key
+        self._lock = threading.RLock()
+        self._file = -1
+        self._version: tuple[int, ...] = ()
+        self._ring = Ring()
+        self._document, file = _read(path)
+        if not self._document.is_wrapped_by(operator_key):
+            os.close(file)
+            raise KeyringError(
+                f"{path} was made with another operator's key than encryption= names: give that one (kvstore rekey"
+                " changes it)"
+            )
+        self._take(self._document, file)
+
+    @classmethod
+    def open(cls, path: str | Path, operator_key: bytes, *, create: bool = True) -> Self:
+        """The keyring at `path`, wrapped by `operator_key` (32 bytes); `create` makes an empty one where none is.
+
+        Raises `KeyringError` where there is none, a damaged one, or one of another operator's key, and
+        `MissingDependencyError` without `cryptography`.
+        """
+        path = Path(path)
+        if create and not path.exists():
+            with _writing(path):
+                if not path.exists():
+                    _replace(path, Document.new(operator_key))
+        return cls(path, operator_key)
+
+    @property
+    def id(self) -> str:
+        """What the tiers that are sealed with it know it by: 32 hex digits, the same for as long as it exists."""
+        return self._document.id.hex()
+
+    def ring(self) -> Ring:
+        """The data keys as they are now: read anew if the file was replaced, changed or removed."""
+        with self._lock:
+            try:
+                status = os.stat(self.path)  # noqa: PTH116 - once a batch
+            except FileNotFoundError:
+                return Ring()
+            except OSError as error:
+                raise KeyringError(f"{self.path}: {error.strerror}") from error
+            if _version_of(status) != self._version:
+                self._take(*_read(self.path))
+            return self._ring
+
+    def key(self, key_id: bytes) -> bytes | None:
+        """The data key of that id; None where it was destroyed, or never was in this keyring."""
+        return self.ring().keys.get(key_id)
+
+    def data_key(self, tenant: str) -> DataKey:
+        """The key that seals what is stored for `tenant` from now on; made where it has none.
+
+        Raises `KeyringError` where one has to be made and cannot be written, or the operator's key was changed.
+        """
+        found = self.ring().current.get(tenant)
+        if found is None:
+            self._change(
+                lambda document: document if document.current(tenant) else document.with_key(tenant, self._operator_key)
+            )
+            found = self.ring().current.get(tenant)
+        if found is None:
+            raise KeyringError(f"{self.path} has no usable data key for tenant {tenant!r}: it is damaged")
+        return found
+
+    def destroy(self, tenant: str) -> bool:
+        """Destroy all data keys of `tenant`: whatever was sealed under them can be read by nobody any more.
+
+        True where it had any, and the keyring was written without them. Copies of the file that others have kept, with
+        the operator's key, are for them to erase. A block that was stored for `tenant` after this gets a new key.
+        """
+        gone: list[bytes] = []
+
+        def without(document: Document) -> Document:
+            gone[:] = [key.id for key in document.keys if key.tenant == tenant]
+            return document.without(frozenset(gone))
+
+        self._change(without)
+        return bool(gone)
+
+    def tenants(self) -> list[str]:
+        """Those that have a data key, in order; `""` are blocks of nobody in particular."""
+        return sorted(self.ring().current)
+
+    def renew(self) -> frozenset[bytes]:
+        """A new data key for each tenant that has one; the ids of those before, which stay until they are retired."""
+        old: list[bytes] = []
+
+        def renewed(document: Document) -> Document:
+            old[:] = [key.id for key in document.keys]
+            for tenant in {key.tenant for key in document.keys}:
+                document = document.with_key(tenant, self._operator_key)
+            return document
+
+        self._change(renewed)
+        return frozenset(old)
+
+    def old_keys(self) -> frozenset[bytes]:
+        """Ids of data keys that seal nothing new: those before a `renew`."""
+        ring = self.ring()
+        return frozenset(ring.keys) - {key.id for key in ring.current.values()}
+
+    def retire(self, ids: Iterable[bytes]) -> None:
+        """Destroy these data keys, but for those in use for what is stored now."""
+        wanted = frozenset(ids)
+
+        def without(document: Document) -> Document:
+            return document.without(wanted - {key.id for key in document.keys if key.current})
+
+        self._change(without)
+
+    def rewrap(self, new_operator_key: bytes) -> None:
+        """Wrap every data key by another operator's key; the old one opens this keyring no more."""
+        self._change(lambda document: document.rewrapped(self._operator_key, new_operator_key))
+        with self._lock:
+            self._operator_key = new_operator_key
+
+    def close(self) -> None:
+        """Let go of the file and forget the keys."""
+        with self._lock:
+            if self._file >= 0:
+                os.close(self._file)
+            self._file, self._version, self._ring = -1, (), Ring()
+
+    def _change(self, act: Callable[[Document], Document]) -> None:
+        """Replace the document by what `act` makes of it, under the lock of all processes."""
+        with self._lock, _writing(self.path):
+            before, file = _read(self.path)
+            os.close(file)
+            if before.id != self._document.id:
+                raise KeyringError(f"{self.path} is another keyring than the one that was opened: open the tier anew")
+            if not before.is_wrapped_by(self._operator_key):
+                raise KeyringError(
+                    f"{self.path}: its operator's key was changed meanwhile: open the tier with the new one"
+                )
+            after = act(before)
+            if after != before:
+                _replace(self.path, after)
+
+    def _take(self, document: Document, file: int) -> None:
+        """Make the ring of the document in `file`, which is kept open from now on. What was unwrapped already stays so,
+        if it still stands there.
+        """
+        if self._file >= 0:
+            os.close(self._file)
+        self._file, self._version = file, _version_of(os.fstat(file))
+        if document.id != self._document.id:
+            self._ring = Ring()
+            return
+        known, keys = self._ring.keys, dict[bytes, bytes]()
+        current: dict[str, DataKey] = {}
+        for entry in document.keys:
+            key = known.get(entry.id) or entry.unwrapped(document.id, self._operator_key)
+            if key is None:
+                continue
+            keys[entry.id] = key
+            if entry.current:
+                current[entry.tenant] = DataKey(entry.id, key)
+        self._ring = Ring(current, keys, frozenset(document.destroyed))
+
+
+def _read(path: Path) -> tuple[Document, int]:
+    """The document in the file, and the file, open."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise KeyringError(
+            f"{path} is not there: an encrypted tier needs the keyring that it was made with; mend keyring="
+        ) from None
+    except OSError as error:
+        raise KeyringError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        return Document.unpacked(os.pread(file, os.fstat(file).st_size, 0), str(path)), file
+    except BaseException:
+        os.close(file)
+        raise
+
+
+def _version_of(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
+
+
+@contextmanager
+def _writing(path: Path) -> Generator[None]:
+    """The lock of who writes the keyring, in any process. Raises `KeyringError` where nothing can be written."""
+    try:
+        file = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
+    except OSError as error:
+        raise KeyringError(
+            f"{path} cannot be changed here ({error.strerror}): make its folder, writable for this process, or have a"
+            " process that may write it store for each tenant first"
+        ) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
+
+
+def _replace(path: Path, document: Document) -> None:
+    """Put `document` in place of what is there, whole or not at all. Under the lock."""
+    new = Path(f"{path}.new")
+    try:
+        with suppress(FileNotFoundError):
+            new.unlink()  # of one that was killed
+        file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
+        with open(file, "wb") as stream:
+            stream.write(document.packed())
+            stream.flush()
+            os.fsync(file)
+        new.rename(path)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise KeyringError(f"{path} cannot be written: {error.strerror}") from error

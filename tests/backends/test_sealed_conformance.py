@@ -1,0 +1,49 @@
+"""Encrypted tiers keep the same contract, to the last damaged bit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import raw
+from sealing_helpers import sealed
+from tiers import Tier
+
+from kvstore.testing import StoreTests
+from kvstore.testing.blocks import BlockTests
+from kvstore.testing.damage import DamageTests
+from kvstore.testing.elsewhere import in_another_process
+from kvstore.testing.hooks import StoreHooks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvstore import BlockKey, Namespace
+
+SEALED = ("file", "lmdb")
+
+
+class SealedHooks(StoreHooks):
+    """Where sealed tiers are, and how to go past them."""
+
+    @pytest.fixture(params=SEALED)
+    def url(self, request: pytest.FixtureRequest, tmp_path: Path) -> str:
+        return sealed(f"{request.param}://{tmp_path}/tier", tmp_path)
+
+    def raw_get(self, url: str, namespace: Namespace, key: BlockKey) -> bytes:
+        return in_another_process(raw.read, Tier.at(url), (namespace, key))
+
+    def raw_set(self, url: str, namespace: Namespace, key: BlockKey, data: bytes | None) -> None:
+        if data is None:
+            in_another_process(raw.remove, Tier.at(url), (namespace, key))
+        else:
+            in_another_process(raw.put, Tier.at(url), (namespace, key), data)
+
+
+class TestSealedBlocks(SealedHooks, BlockTests, DamageTests):
+    """What is different where blocks are sealed: their bytes on the way in and out, and damage."""
+
+
+@pytest.mark.soak
+class TestEverySealedBackend(SealedHooks, StoreTests):
+    """All of the contract."""
