@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import json
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
+
+import lmdb
 
 from kvstore.environment import Environment
 from kvstore.errors import (
@@ -37,12 +39,11 @@ from kvstore.records import (
 )
 from kvstore.retention import Retention, now_ns
 from kvstore.snapshot import Snapshot
+from kvstore.turns import IN_PASSING_S, PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
     from pathlib import Path
-
-    import lmdb
 
     from kvstore.marks import Mark, MarkOutcome
     from kvstore.namespace import Namespace
@@ -315,9 +316,9 @@ class Catalog:
             yield Snapshot(txn, self)
 
     @contextmanager
-    def write(self) -> Generator[Change]:
+    def write(self, patience_s: float = PATIENCE_S) -> Generator[Change]:
         """The write transaction, as `Environment.write`; a few notes are settled at its end."""
-        with self.environment.write() as txn:
+        with self.environment.write(patience_s) as txn:
             change = Change(txn, self)
             yield change
             change.use(self._take(SETTLED_ALONG))
@@ -361,11 +362,16 @@ class Catalog:
         with self.write() as change:
             return change.unmark(addresses, mark)
 
-    def settle(self) -> None:
+    def settle(self, patience_s: float = PATIENCE_S) -> None:
         """Write down every note, in transactions of bounded length. At close, and when `note` says so."""
         while self._notes:
-            with self.write() as change:
+            with self.write(patience_s) as change:
                 change.use(self._take(8 * SETTLED_ALONG))
+
+    def settle_in_passing(self) -> None:
+        """`settle`, for who has something better to do: as far as others that write, and the device, let it."""
+        with suppress(OSError, lmdb.Error):
+            self.settle(IN_PASSING_S)
 
     def _take(self, most: int) -> list[tuple[bytes, int, int]]:
         with self._lock:

@@ -14,10 +14,17 @@ from typing import TYPE_CHECKING
 
 import lmdb
 
-from kvstore.errors import StoreAccessError, StoreDamagedError, StoreFullError, StoreNotFoundError
+from kvstore.errors import (
+    StoreAccessError,
+    StoreDamagedError,
+    StoreFullError,
+    StoreNotFoundError,
+    TierUnavailable,
+)
 from kvstore.lmdb_errors import explained
 from kvstore.lmdb_files import PAGE, damage
 from kvstore.presence import permit
+from kvstore.turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -48,6 +55,8 @@ class Opened:
     sync: bool
     map_size: int
     remedy: str
+    turns: Turns | None
+    """Whose turn it is to write; None where nobody here may."""
     lenders: int = 1
     damaged: bool = False
 
@@ -102,6 +111,8 @@ def really_open(
     remedy: str,
 ) -> Opened:
     """Open it, as `Environment.open` was asked to, where `make_ready` found nothing against it."""
+    turns = None if readonly else Turns(directory, mode)
+    env: lmdb.Environment | None = None
     try:
         env = lmdb.open(
             str(directory),
@@ -119,22 +130,25 @@ def really_open(
             mode=mode,
             lib_version=0,
         )
-    except lmdb.Error as error:
-        raise explained(directory, error, remedy) from error
-    try:
         env.reader_check()
-        databases = _open_databases(env, names, readonly=readonly)
-        if not readonly:
+        databases = _open_databases(env, names, turns)
+        if turns is not None:
             permit(directory / "data.mdb", mode)
-    except lmdb.Error as error:
-        env.close()
-        raise explained(directory, error, remedy) from error
-    return Opened(env, databases, os.getpid(), readonly, sync, map_size, remedy)
+    except BaseException as error:
+        for opened in (env, turns):
+            if opened is not None:
+                opened.close()
+        if isinstance(error, lmdb.Error):
+            raise explained(directory, error, remedy) from error
+        if isinstance(error, TierUnavailable):
+            raise StoreAccessError(f"{directory} cannot be opened for writing: {error}") from error
+        raise
+    return Opened(env, databases, os.getpid(), readonly, sync, map_size, remedy, turns)
 
 
-def _open_databases(env: lmdb.Environment, names: Sequence[str], *, readonly: bool) -> dict[str, Database]:
-    if not readonly:
-        with env.begin(write=True) as txn:
+def _open_databases(env: lmdb.Environment, names: Sequence[str], turns: Turns | None) -> dict[str, Database]:
+    if turns is not None:
+        with turns.taken(), env.begin(write=True) as txn:
             return {name: env.open_db(name.encode(), txn=txn) for name in names}
     found: dict[str, Database] = {}
     for name in names:  # a transaction of its own each, which py-lmdb keeps the handle of; no lock is waited for

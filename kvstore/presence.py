@@ -116,7 +116,7 @@ def mode_of(path: Path) -> int:
 
 def is_presence_file(name: str) -> bool:
     """Whether a file of this name in a tier's directory belongs to this module."""
-    return name in ("gate", "users", "state") or name.startswith((_LEASE, _NEW))
+    return name in ("gate", "users", "state", "writer") or name.startswith((_LEASE, _NEW))
 
 
 class Presence:

@@ -132,8 +132,7 @@ class LMDBStore(BlockStore):
             catalog, found = self._tier.catalog, zip(blocks, outcomes, strict=True)
             hits = (address_of(namespace, block.key) for block, outcome in found if outcome is GetOutcome.HIT)
             if catalog.note(hits) and catalog.retention:  # or others would take these blocks for expired
-                with suppress(OSError, lmdb.Error):
-                    catalog.settle()
+                catalog.settle_in_passing()
         return outcomes
 
     def check_many(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
@@ -219,7 +218,7 @@ class LMDBStore(BlockStore):
                     alive = snapshot.alive(addresses)
                 addresses = [address for address, there in zip(addresses, alive, strict=True) if there]
             if self._tier.catalog.note(addresses, hits=0):
-                self._tier.catalog.settle()
+                self._tier.catalog.settle_in_passing()
 
     def scan_ages(self, namespace: Namespace) -> Iterator[BlockInfo]:
         self._tier.environment.ensure_open()

@@ -11,7 +11,6 @@ import errno
 import fcntl
 import os
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -76,8 +75,7 @@ def get_blocks(
     ]
     hits = [address for address, outcome in zip(addresses, outcomes, strict=True) if outcome is GetOutcome.HIT]
     if used and hits and not tier.readonly and tier.catalog.note(hits):
-        with suppress(OSError):  # a full disk, say: notes of use are no loss to fail a read for
-            tier.catalog.settle()
+        tier.catalog.settle_in_passing()  # notes of use are no loss to fail a read for
     return outcomes
 
 

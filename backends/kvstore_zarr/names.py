@@ -14,9 +14,11 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from kvstore.errors import TierUnavailable
 from kvstore.presence import permit
 
 if TYPE_CHECKING:
@@ -27,6 +29,9 @@ __all__ = ["NameLocks"]
 
 _FLOCK = struct.Struct("hhqqi0q")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 _OFFSETS = (1 << 63) - 2
+
+PATIENCE_S = 5.0
+"""How long a name is waited for. It is kept for a rename and a transaction, or for the reads of a reindexing."""
 
 
 class NameLocks:
@@ -41,15 +46,31 @@ class NameLocks:
         """Wait for the names' locks and hold them while the body runs. Not re-entrant.
 
         Taken in one order by everybody, so that no two wait for each other; the catalogue's write lock may be taken
-        inside, never around.
+        inside, never around. Raises `TierUnavailable` where somebody keeps one for `PATIENCE_S`: a process that is
+        stopped, say.
         """
+        deadline = time.monotonic() + PATIENCE_S
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._mode)
         try:
             permit(fd, self._mode)
             for offset in sorted({int.from_bytes(address[-8:], "big") % _OFFSETS for address in addresses}):
-                fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0))
+                self._lock(fd, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0), deadline)
             yield
         finally:
             # Said aloud, not left to close: a child forked meanwhile has the same open file.
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
             os.close(fd)
+
+    def _lock(self, fd: int, wanted: bytes, deadline: float) -> None:
+        pause = 5e-5
+        while True:
+            with suppress(BlockingIOError, PermissionError):
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, wanted)
+                return
+            if time.monotonic() > deadline:
+                raise TierUnavailable(
+                    f"{self._path}: somebody has kept the name of a block for {PATIENCE_S:.0f} s: a process that is"
+                    " stopped, or a device that hangs"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.001)

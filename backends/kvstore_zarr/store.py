@@ -197,7 +197,7 @@ class LocalZarrStore(BlockStore):
                     alive = snapshot.alive(addresses)
                 addresses = [address for address, there in zip(addresses, alive, strict=True) if there]
             if not tier.readonly and tier.catalog.note(addresses, hits=0):
-                tier.catalog.settle()
+                tier.catalog.settle_in_passing()
 
     def scan_ages(self, namespace: Namespace) -> Iterator[BlockInfo]:
         with self._using() as tier:
