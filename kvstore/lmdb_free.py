@@ -93,7 +93,7 @@ def _step(environment: Environment, fd: int, progress: _Progress, zeros: memoryv
         size = os.fstat(fd).st_size
         free = _FreeList(memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ)), txn.id() - 1)
         usable, held = free.pages(environment.oldest_snapshot(txn.id() - 1), freed_until)
-        behind = np.arange(free.last_page + 1, size // PAGE, dtype=np.uint64)
+        behind = np.arange(free.last_page + 1, -(-size // PAGE), dtype=np.uint64)
         progress.wiped.held = held * PAGE
         chosen = np.sort(progress.fresh(np.concatenate([usable, behind])))[: AT_ONCE // PAGE]
         for first, count in _runs(chosen):
