@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvstore.marks import Mark
     from kvstore.namespace import Namespace
     from kvstore.repairing import Repaired
+    from kvstore.scrub import Scrubbed
     from kvstore.types import (
         BlockInfo,
         BlockKey,
@@ -248,6 +249,10 @@ class BlockStore(ABC):
         The blocks' bytes are not read: `check_many` does that. Nothing happens on a read-only store.
         """
         return []
+
+    def scrubbed(self) -> Scrubbed | None:
+        """What the tier's scrub has done, by whichever process; None where none ever ran."""
+        return None
 
     @classmethod
     def examine(cls, url: TierURL) -> Examination:  # noqa: ARG003 - for backends that look

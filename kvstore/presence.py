@@ -9,6 +9,7 @@ Both local backends open and close through here, before they touch a file of the
 | `users` | locked shared for as long as a process has the tier open; who gets it exclusively is alone |
 | `lease-<32 hex digits>` | one per opening, locked exclusively for life; one that can be locked belongs to the dead |
 | `state` | one line, padded to 64 bytes: `clean`, `dirty <boot id>`, or `rebuilding` |
+| `scrub` | locked exclusively by the one who scrubs, if anybody does; how far that has come (`kvstore.scrub`) |
 
 A lease is made under a temporary name, locked, and then renamed, so one that can be seen unlocked is dead. `state` is
 written to a temporary name, synced and renamed. All are for this machine: none of it works over a network.
@@ -47,7 +48,7 @@ GATE_TIMEOUT_S = 60.0
 """How long an opening waits for another one (which may be rebuilding) before it gives up with an error."""
 
 PRESENCE_BYTES = 4 * 4096
-"""What these files occupy at most: `state` and its successor, a block each (locks are empty), and some air."""
+"""What these files occupy at most: `state`, its successor and `scrub`, a block each (locks are empty), and some air."""
 
 _LEASE, _NEW = "lease-", ".new-"
 _LINE_BYTES = 64
@@ -116,7 +117,7 @@ def mode_of(path: Path) -> int:
 
 def is_presence_file(name: str) -> bool:
     """Whether a file of this name in a tier's directory belongs to this module."""
-    return name in ("gate", "users", "state", "writer") or name.startswith((_LEASE, _NEW))
+    return name in ("gate", "users", "state", "writer", "scrub") or name.startswith((_LEASE, _NEW))
 
 
 class Presence:

@@ -25,6 +25,7 @@ from kvstore.errors import StoreClosedError, TierUnavailable
 from kvstore.marks import MarkOutcome
 from kvstore.repairing import examine_environment
 from kvstore.retention import TTL, TTL_FROM, Allowance, now_ns
+from kvstore.scrub import SCRUB, scrubbed, start_scrub
 from kvstore.sealing import SEAL_BYTES, SEALING, Unsealed
 from kvstore.tombs import refused_until
 from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, Residue, Usage
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from kvstore.marks import Mark
     from kvstore.namespace import Namespace
     from kvstore.repairing import Examination, Repaired
+    from kvstore.scrub import Scrubbed
     from kvstore.sealing import Ring, Sealer
 
 __all__ = ["LMDBStore"]
@@ -66,7 +68,7 @@ class LMDBStore(BlockStore):
     """
 
     options: ClassVar[tuple[Option[object], ...]] = (
-        *(CAPACITY, TTL, TTL_FROM, DURABILITY, READONLY, MODE),
+        *(CAPACITY, TTL, TTL_FROM, DURABILITY, READONLY, MODE, SCRUB),
         *SEALING,
     )
 
@@ -94,6 +96,7 @@ class LMDBStore(BlockStore):
             tombstones=True,
             sealed=self._sealer is not None,
         )
+        self._scrub = start_scrub(self, self._tier.catalog, self._tier.directory, self._tier.mode)
 
     def namespaces(self) -> list[Namespace]:
         with self._telling(), self._tier.catalog.read() as snapshot:
@@ -273,6 +276,9 @@ class LMDBStore(BlockStore):
         with self._telling():
             return repair(self._tier)
 
+    def scrubbed(self) -> Scrubbed | None:
+        return scrubbed(self._tier.directory)
+
     @classmethod
     def examine(cls, url: TierURL) -> Examination:
         return examine_environment(local_path(url), local_path(url))
@@ -314,6 +320,8 @@ class LMDBStore(BlockStore):
             if self._closed or self._pid != os.getpid():
                 return
             self._closed = True
+        if self._scrub is not None:
+            self._scrub.stop()
         tier = self._tier
         try:
             with tier.presence.closing() as last:

@@ -47,6 +47,7 @@ class Tier:
     space: Space
     sealer: Sealer | None
     """What its blocks are sealed with."""
+    mode: int
     notes: tuple[str, ...]
     """What an operator should know of how it was found."""
 
@@ -90,7 +91,7 @@ def open_tier(url: TierURL) -> Tier:
             if sealer is not None:
                 sealer.close()
             raise
-    return Tier(directory, presence, environment, catalog, space, sealer, notes)
+    return Tier(directory, presence, environment, catalog, space, sealer, mode, notes)
 
 
 def evict(catalog: Catalog, space: Space, *, room: int, most: int) -> int:

@@ -2,7 +2,7 @@
 
 A block is taken over if sound pages lead to it and it passes its checks; after a power loss, when a page may be an old
 one, only if the catalogue has it too: two trees that agree. What lies in the file and nothing leads to may have been
-deleted, and is not looked for. The new tier is made beside the old one, with the verbs of a store, and takes its place.
+deleted, and is not looked for. Of a sealed tier nothing is saved: the next opening starts it anew. The new tier is made beside the old one, with the verbs of a store, and takes its place.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from kvstore.presence import Presence, State, explained, mode_of
 from kvstore.records import Entry, Totals
 from kvstore.registry import open_store
 from kvstore.repairing import Repaired
+from kvstore.sealing import ENCRYPTION
 from kvstore.types import BlockWrite
 from kvstore.url import CAPACITY, MODE, TierURL, local_path
 from kvstore_lmdb.entry import HEADER_BYTES, Bytes, is_intact
@@ -56,7 +57,7 @@ def salvage(url: TierURL) -> list[Repaired]:
     with explained(directory), Presence.opening(directory, mode=mode) as presence:
         if not presence.alone:
             raise StoreAccessError(f"{directory} is in use: close it everywhere before it is repaired")
-        if damage(directory, thorough=False, trees=True) is not None:
+        if url.option(ENCRYPTION) is None and damage(directory, thorough=False, trees=True) is not None:
             try:
                 saved = _save(directory, beside, mode, booked=presence.found not in (State.CLEAN, State.DIRTY))
                 presence.mark(State.REBUILDING)
@@ -105,6 +106,7 @@ class _Found:
     values: Entries
     purged: frozenset[bytes]
     capacity: int | None
+    is_sealed: bool
 
     @classmethod
     def read(cls, table: Callable[[str], Entries]) -> _Found:
@@ -116,6 +118,7 @@ class _Found:
             table(BLOCKS),
             frozenset(table("tombs")),
             _capacity(table("info").get(b"totals")),
+            b"seal" in table("info"),
         )
 
     def blocks(self, *, booked: bool) -> Iterator[tuple[Namespace, Entry, Bytes]]:
@@ -126,7 +129,7 @@ class _Found:
         for address in sorted(self.values, key=lambda address: self.entries.get(address, unknown).last_used):
             entry = self.entries.get(address)
             space = self.spaces.get(address[:FINGERPRINT_BYTES])
-            if space is None or address in self.purged or (entry is None and booked):
+            if self.is_sealed or space is None or address in self.purged or (entry is None and booked):
                 continue
             entry = entry or replace(unknown, address=address)
             with suppress(PageError, OSError, InvalidBlockError, struct.error):

@@ -21,6 +21,7 @@ from kvstore.marks import MarkOutcome
 from kvstore.objects.settings import REMOTE
 from kvstore.repairing import examine_environment
 from kvstore.retention import TTL, TTL_FROM, Allowance
+from kvstore.scrub import SCRUB, scrubbed, start_scrub
 from kvstore.sealing import SEALING
 from kvstore.tombs import refused_until
 from kvstore.types import GetOutcome, PutOutcome, Usage
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from kvstore.namespace import Namespace
     from kvstore.records import Entry
     from kvstore.repairing import Examination, Repaired
+    from kvstore.scrub import Scrubbed
     from kvstore.snapshot import Snapshot
     from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, Residue
     from kvstore_zarr.reindex import Reindexed
@@ -64,7 +66,7 @@ class LocalZarrStore(BlockStore):
     """
 
     options: ClassVar[tuple[Option[object], ...]] = (
-        *(CAPACITY, TTL, TTL_FROM, IO, DURABILITY, READONLY, MODE, REMOTE),
+        *(CAPACITY, TTL, TTL_FROM, IO, DURABILITY, READONLY, MODE, REMOTE, SCRUB),
         *SEALING,
     )
 
@@ -101,6 +103,7 @@ class LocalZarrStore(BlockStore):
             tombstones=True,
             sealed=self._tier.sealer is not None,
         )
+        self._scrub = start_scrub(self, self._tier.catalog, self._tier.presence.directory, self._tier.mode)
 
     def namespaces(self) -> list[Namespace]:
         with self._using() as tier, tier.catalog.read() as snapshot:
@@ -257,6 +260,9 @@ class LocalZarrStore(BlockStore):
         with self._using() as tier:
             return [] if tier.readonly else repair(tier)
 
+    def scrubbed(self) -> Scrubbed | None:
+        return scrubbed(self._tier.presence.directory)
+
     @classmethod
     def examine(cls, url: TierURL) -> Examination:
         root = local_path(url)
@@ -280,6 +286,8 @@ class LocalZarrStore(BlockStore):
     def close(self) -> None:
         if self._pid != os.getpid():
             return
+        if self._scrub is not None:
+            self._scrub.stop()
         with self._idle:
             if self._closed:
                 return

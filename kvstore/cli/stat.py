@@ -34,6 +34,7 @@ def stat(url: str, as_json: bool) -> None:
                     "url": str(tier),
                     "capabilities": asdict(store.capabilities),
                     "usage": asdict(store.usage()),
+                    "scrub": store.scrubbed(),
                     "namespaces": found,
                 }
             )
@@ -58,6 +59,9 @@ def _show(tier: TierURL, store: BlockStore, found: list[NamespaceSummary]) -> No
     click.echo(f"  I/O: {can.io}; {'shared' if can.shared else 'not shared'} between processes")
     for note in can.notes:
         click.echo(f"  note: {note}")
+    if (done := store.scrubbed()) is not None:
+        last = f"the last whole pass ended {age(done.ended)} ago" if done.passes else "no whole pass yet"
+        click.echo(f"  scrub: {done.blocks} blocks, {format_size(done.bytes)}, {done.corrupt} corrupt; {last}")
     print_table(
         "namespaces",
         ("namespace", "model", "revision", ">tokens", ">blocks", ">bytes", ">oldest", ">newest", ">last used"),
