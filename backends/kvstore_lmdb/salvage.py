@@ -2,7 +2,8 @@
 
 A block is taken over if sound pages lead to it and it passes its checks; after a power loss, when a page may be an old
 one, only if the catalogue has it too: two trees that agree. What lies in the file and nothing leads to may have been
-deleted, and is not looked for. Of a sealed tier nothing is saved: the next opening starts it anew. The new tier is made beside the old one, with the verbs of a store, and takes its place.
+deleted, and is not looked for. The new tier is made beside the old one, with the verbs of a store, and takes its place.
+Of a sealed tier nothing is saved: the next opening starts it anew.
 """
 
 from __future__ import annotations
