@@ -1,14 +1,14 @@
 """Checksums: every block is checked on every read, always.
 
-CRC-32C because zarr's own codec of that name reads it, and because it costs almost nothing (25 GB/s on one core). It
-finds damage, not malice.
+CRC-32C because zarr's own codec of that name reads it, and because it costs almost nothing: one core reads 12 to 30
+GB/s of memory that is not in its caches. It finds damage, not malice.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import google_crc32c
 import numpy as np
@@ -34,8 +34,21 @@ LARGE_BYTES = 64 << 10
 """From here on the GIL is released: a call that does so costs 2 µs more, as much as 64 KiB take."""
 
 
-def _without_the_gil() -> Callable[[int, int, int], int] | None:
-    """The function `crc32c_extend(start, address, nbytes)` of the C library behind the extension.
+_Large: TypeAlias = "Callable[[bytes | NDArray[np.uint8], int], int]"
+
+
+def _with_wide_registers() -> _Large | None:
+    """fastcrc's, where it is installed, and agrees: as fast as memory (30 GB/s to google's 12), without the GIL."""
+    try:
+        iscsi = cast("_Large", importlib.import_module("fastcrc.crc32").iscsi)
+        sample = np.arange(LARGE_BYTES, dtype=np.uint16).view(np.uint8)
+        return iscsi if iscsi(sample, 1) == _extend(1, sample) else None
+    except (ImportError, AttributeError, TypeError):  # older ones take bytes alone
+        return None
+
+
+def _without_the_gil() -> _Large | None:
+    """The function `crc32c_extend(start, address, nbytes)` of the C library behind google's extension.
 
     The extension itself keeps the GIL (1.9: 80 µs for 2 MiB, in which no other thread of the process runs), a call by
     ctypes lets go of it. Where the library cannot be reached so, checksums are as right, and less considerate.
@@ -47,10 +60,15 @@ def _without_the_gil() -> Callable[[int, int, int], int] | None:
         return None
     extend.restype = ctypes.c_uint32
     extend.argtypes = (ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t)
-    return cast("Callable[[int, int, int], int]", extend)
+
+    def large(data: bytes | NDArray[np.uint8], start: int) -> int:
+        memory = np.frombuffer(data, np.uint8)  # keeps it where it is
+        return cast("int", extend(start, memory.ctypes.data, memory.nbytes))
+
+    return large
 
 
-_large = _without_the_gil()
+_large = _with_wide_registers() or _without_the_gil()
 
 
 def crc32c(data: bytes | NDArray[np.uint8], start: int = 0) -> int:
@@ -59,6 +77,5 @@ def crc32c(data: bytes | NDArray[np.uint8], start: int = 0) -> int:
     `data` is contiguous. The GIL is released while `LARGE_BYTES` or more are read.
     """
     if _large is not None and len(data) >= LARGE_BYTES:
-        memory = np.frombuffer(data, np.uint8)  # keeps it where it is
-        return _large(start, memory.ctypes.data, memory.nbytes)
+        return _large(data, start)
     return _extend(start, data) if start else _value(data)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import types
 
 import google_crc32c
 import numpy as np
@@ -35,9 +37,19 @@ def test_checksums_of_memory_that_must_not_be_written_to() -> None:
     assert crc32c(data) == google_crc32c.value(DATA)
 
 
-def test_without_the_library_behind_the_extension_checksums_are_as_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integrity, "_large", None)
-    assert crc32c(DATA) == google_crc32c.value(DATA)
+@pytest.mark.parametrize("large", [None, integrity._without_the_gil(), integrity._with_wide_registers()])
+def test_whichever_library_is_there_checksums_are_as_right(monkeypatch: pytest.MonkeyPatch, large: object) -> None:
+    monkeypatch.setattr(integrity, "_large", large)
+    read_only = DATA.copy()
+    read_only.flags.writeable = False
+    assert crc32c(DATA) == crc32c(read_only) == crc32c(DATA.tobytes()) == google_crc32c.value(DATA)
+    assert crc32c(DATA[100:], crc32c(DATA[:100])) == google_crc32c.value(DATA)
+
+
+def test_a_library_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = types.SimpleNamespace(iscsi=lambda *_: 7)
+    monkeypatch.setitem(sys.modules, "fastcrc.crc32", wrong)  # type: ignore[arg-type]
+    assert integrity._with_wide_registers() is None
 
 
 def test_other_threads_go_on_while_a_large_block_is_checked() -> None:

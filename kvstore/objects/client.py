@@ -15,13 +15,15 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
+import numpy as np
+
+from kvstore.layout import as_bytes
 from kvstore.objects.faults import Kind, RequestFailed
 from kvstore.objects.side import side_by_side
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
@@ -95,6 +97,13 @@ class ObjectClient(ABC):
     def get(self, path: str, start: int = 0) -> Buffer | None:
         """The object's bytes from offset `start` on, None where there is none. The buffer is the caller's to keep."""
         return self._unless_missing("GET", lambda: self._get(path, start))
+
+    def get_into(self, path: str, parts: Sequence[NDArray[np.uint8]]) -> int | None:
+        """Fill `parts`, the caller's, one after the other with the object's bytes. Its size, None where there is none.
+
+        Of an object that is not as large as they are together nothing is copied, or not all.
+        """
+        return self._unless_missing("GET", lambda: self._get_into(path, parts))
 
     def put(self, path: str, parts: Sequence[NDArray[np.uint8]], *, new: bool) -> bool:
         """Write the concatenation of `parts` in one step; nobody holds them afterwards.
@@ -171,6 +180,15 @@ class ObjectClient(ABC):
 
     @abstractmethod
     def _get(self, path: str, start: int) -> Buffer: ...
+
+    def _get_into(self, path: str, parts: Sequence[NDArray[np.uint8]]) -> int:
+        data = as_bytes(self._get(path, 0))
+        if data.nbytes == sum(part.nbytes for part in parts):
+            start = 0
+            for part in parts:
+                np.copyto(part, data[start : start + part.nbytes])
+                start += part.nbytes
+        return data.nbytes
 
     @abstractmethod
     def _put(self, path: str, parts: Sequence[NDArray[np.uint8]], *, new: bool) -> None: ...

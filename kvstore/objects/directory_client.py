@@ -28,6 +28,7 @@ from kvstore.presence import explained, permit
 from kvstore.url import DURABILITY, MODE, READONLY, local_path
 
 if TYPE_CHECKING:
+    import io
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
@@ -91,10 +92,12 @@ class DirectoryClient(ObjectClient):
         with open(open_file(self._at(path), os.O_RDONLY), "rb", buffering=0) as file:
             found = np.empty(max(0, os.fstat(file.fileno()).st_size - start), np.uint8)
             file.seek(start)
-            done = 0
-            while done < found.nbytes and (more := file.readinto(found[done:].data)):
-                done += more
-            return found[:done].data
+            return found[: _read(file, found)].data
+
+    def _get_into(self, path: str, parts: Sequence[NDArray[np.uint8]]) -> int:
+        with open(open_file(self._at(path), os.O_RDONLY), "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            return sum(_read(file, part) for part in parts) if size == sum(part.nbytes for part in parts) else size
 
     def _put(self, path: str, parts: Sequence[NDArray[np.uint8]], *, new: bool) -> None:
         target = self._at(path)
@@ -209,6 +212,14 @@ class DirectoryClient(ObjectClient):
             make_folder(path, self._mode)
         _sweep(folder)
         self._ready.add(folder)
+
+
+def _read(file: io.FileIO, into: NDArray[np.uint8]) -> int:
+    """Fill `into` from where the file stands; how many bytes there were."""
+    done = 0
+    while done < into.nbytes and (more := file.readinto(into[done:].data)):
+        done += more
+    return done
 
 
 def _link(draft: str, target: str) -> None:

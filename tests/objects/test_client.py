@@ -12,12 +12,15 @@ import pytest
 
 from kvstore import open_store
 from kvstore.errors import TierUnavailable
+from kvstore.objects import connect, obstore_client
 from kvstore.objects.faults import Kind, RequestFailed, kind_of_status, readable
 from kvstore.objects.fsspec_client import _kind
+from kvstore.objects.settings import OPTIONS
 from kvstore.objects.side import side_by_side
-from kvstore.testing.proxy import FaultProxy, slow_down
+from kvstore.testing.proxy import FaultProxy, slow_down, times, truncating
 from kvstore.testing.supply import SPACE, buffer, content, get, key, write
 from kvstore.types import BlockWrite, GetOutcome
+from kvstore.url import TierURL
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -47,6 +50,32 @@ def is_refused(store: BlockStore, given: NDArray[np.uint8]) -> bool:
     except TierUnavailable:
         return True
     return False
+
+
+PARTS = (0, 3, 0, 70_000, 1)
+
+
+@pytest.mark.parametrize("piece", [100, 4096, 1 << 20])
+def test_an_object_is_read_into_the_callers_parts_in_pieces_or_at_once(
+    server: S3Server, place: str, client: str, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(obstore_client, "PIECE", piece)
+    data = np.random.default_rng(7).integers(0, 256, sum(PARTS), np.uint8)
+    with FaultProxy(server.port) as proxy:
+        connection = connect(TierURL.parse(f"{place}?client={client}&endpoint={proxy.endpoint}").validated(OPTIONS))
+        connection.put("it", [data], new=False)
+        parts = [np.zeros(size, np.uint8) for size in PARTS]
+        proxy.plan["GET"] = times(1, truncating(50_000))
+        assert connection.get_into("it", parts) == data.nbytes
+        assert np.concatenate(parts).tobytes() == data.tobytes()
+        others = [np.zeros(size + 1, np.uint8) for size in PARTS]
+        assert connection.get_into("it", others) == data.nbytes
+        assert not any(part.any() for part in others)
+        assert connection.get_into("other", parts) is None
+        proxy.plan["GET"] = truncating(50_000)
+        with pytest.raises(RequestFailed):
+            connection.get_into("it", parts)
+        connection.close()
 
 
 def test_items_run_side_by_side_in_order_and_the_first_error_ends_them() -> None:

@@ -101,20 +101,33 @@ class OneBlock:
     def get(self, tree: NamespaceTree, key: BlockKey, into: NDArray[np.uint8]) -> GetOutcome:
         """Read one block into `into`; one that is damaged, and still is when it is read again, is removed."""
         path = tree.block(key)
-        data = self._client.get(path)
-        if data is not None and not _is_intact(tree, key, data, into):
-            data = self._client.get(path)  # once more: it may have been damaged on its way, and be whole where it is
-            if data is not None and not _is_intact(tree, key, data, into):
-                self._lookup.forget(path)
-                if not self._readonly:
-                    self._client.delete(path)
-                return GetOutcome.CORRUPT
-        if data is None or (self._ages and not self._ages.alive_since(path, _created(tree, key, data))):
+        found = self._read(tree, key, into)
+        if found is GetOutcome.CORRUPT:
+            found = self._read(tree, key, into)  # once more: it may have been damaged on its way, and be whole there
+        if found is GetOutcome.CORRUPT:
+            self._lookup.forget(path)
+            if not self._readonly:
+                self._client.delete(path)
+            return found
+        if isinstance(found, GetOutcome) or (self._ages and not self._ages.alive_since(path, found.created)):
             self._lookup.forget(path)
             return GetOutcome.MISS
         self._lookup.remember([path])
         self._ages.used(path)
         return GetOutcome.HIT
+
+    def _read(self, tree: NamespaceTree, key: BlockKey, into: NDArray[np.uint8]) -> BlockFacts | GetOutcome:
+        """Bring the payload into the caller's buffer, and hold everything against what was asked for; else why not."""
+        frame = tree.frames[key.group]
+        closing = np.empty(frame.closing, np.uint8)
+        size = self._client.get_into(tree.block(key), [into[: frame.whole], closing] if frame.whole else [closing])
+        if size is None:
+            return GetOutcome.MISS
+        facts = frame.facts(closing) if size == frame.file_bytes else None
+        if facts is None or facts.key != key or facts.fingerprint != tree.namespace.fingerprint:
+            return GetOutcome.CORRUPT
+        into[frame.whole :] = closing[: frame.rest]
+        return facts if frame.payload_is_intact(closing, into) else GetOutcome.CORRUPT
 
     def delete(self, path: str) -> bool:
         """Remove the object at `path`; whether there was one."""
@@ -123,26 +136,6 @@ class OneBlock:
         if there:
             self._client.delete(path)
         return there
-
-
-def _is_intact(tree: NamespaceTree, key: BlockKey, data: Buffer, into: NDArray[np.uint8]) -> bool:
-    """Copy the payload into the caller's buffer, and hold everything against what was asked for."""
-    frame, whole = tree.frames[key.group], as_bytes(data)
-    if whole.nbytes != frame.file_bytes:
-        return False
-    closing = whole[frame.whole :]
-    facts = frame.facts(closing)
-    if facts is None or facts.key != key or facts.fingerprint != tree.namespace.fingerprint:
-        return False
-    np.copyto(into, whole[: frame.payload_bytes])
-    return frame.payload_is_intact(closing, into)
-
-
-def _created(tree: NamespaceTree, key: BlockKey, data: Buffer) -> int:
-    """When a block that is intact was made, in ns since the epoch."""
-    frame = tree.frames[key.group]
-    facts = frame.facts(as_bytes(data)[frame.whole :])
-    return 0 if facts is None else facts.created
 
 
 def info_of(tree: NamespaceTree, entry: Listed, key: BlockKey, data: Buffer) -> BlockInfo:
