@@ -59,6 +59,9 @@ class Contestant(ABC):
         Called once, before everything else; not timed.
         """
 
+    def expect(self, keys: Sequence[BlockKey]) -> None:  # noqa: B027 - optional
+        """These are stored next: have there whatever one that has been in use for long has there. Not timed."""
+
     def cool(self) -> None:  # noqa: B027 - optional
         """Let go of whatever would keep blocks in memory, before the page cache is dropped. Not timed."""
 

@@ -95,6 +95,8 @@ def race(
         for _ in range(load.rounds):
             source.refill()
             keys = [BlockKey(secrets.token_bytes(32)) for _ in range(load.blocks)]
+            for contestant in contestants:
+                contestant.expect(keys)
             for op in ("store", "load_cold"):
                 for contestant in contestants:
                     contestant.cool()
