@@ -1,6 +1,7 @@
 """How fast archives are made and restored, beside a copy of the same blocks between two tiers.
 
     flock /tmp/bench.lock python benchmarks/archives.py /mnt/nvme/bench --total 2GiB
+    python -m kvstore.testing.servers python benchmarks/archives.py /tmp/bench --archives s3://kvstore-test/bench
 
 In rounds, each in another order: a `file://` tier into another one (`get_many_into` and `put_many`, as many side by
 side as an archive uses), the tier into an archive, the archive into a tier. All that is read is dropped from the page
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore import BlockKey, BlockLayout, BlockRead, BlockWrite, GetOutcome, Namespace, PutOutcome, open_store
-from kvstore.archive import create, restore
+from kvstore.archive import create, remove, restore
 from kvstore.archive.creating import READERS
 from kvstore.archive.packing import page_memory
 from kvstore.demo.disk import drop_page_cache
@@ -116,26 +117,32 @@ def timed(act: Callable[[], object]) -> tuple[float, float, int]:
     return time.perf_counter() - wall, time.process_time() - cpu, most.nbytes
 
 
-def run(root: Path, blocks: Blocks, rounds: int) -> dict[str, list[tuple[float, float, int]]]:
-    """Every act in every round; the tier and the archive that are read are made before."""
+def run(root: Path, blocks: Blocks, rounds: int, archives: str) -> dict[str, list[tuple[float, float, int]]]:
+    """Every act in every round; the tier and the archive that are read are made before. `archives`: a folder's URL."""
     found: dict[str, list[tuple[float, float, int]]] = {"tier to tier": [], "create": [], "restore": []}
-    source, archive = f"file://{root}/source", f"file://{root}/archive"
+    folder, question, options = archives.partition("?")
+    source, archive, made = (
+        f"file://{root}/source",
+        *(f"{folder}/{name}{question}{options}" for name in ("read", "made")),
+    )
     with open_store(source) as store:
         blocks.fill(store)
         create(archive, store, blocks.space, blocks.keys)
     for number in range(rounds):
         for act in _rotated(list(found), number):
-            for url in (source, archive):
+            for url in (source, f"file://{root}/archives"):
                 drop_page_cache(url)
             with open_store(source) as store, open_store(f"file://{root}/target") as target:
                 acts: dict[str, Callable[[], object]] = {
                     "tier to tier": lambda: copied(store, target, blocks),
-                    "create": lambda: create(f"file://{root}/made", store, blocks.space, blocks.keys),
+                    "create": lambda: create(made, store, blocks.space, blocks.keys),
                     "restore": lambda: restore(archive, target),
                 }
                 found[act].append(timed(acts[act]))
-            for name in ("target", "made"):
-                shutil.rmtree(root / name, ignore_errors=True)
+            shutil.rmtree(root / "target", ignore_errors=True)
+            if act == "create":
+                remove(made)
+    remove(archive)
     return found
 
 
@@ -150,12 +157,13 @@ def main() -> None:
     parser.add_argument("--total", type=parse_size, default=parse_size("2GiB"))
     parser.add_argument("--block-bytes", type=parse_size, default=parse_size("2MiB"))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--archives", metavar="URL", help="where archives go, if not into the folder")
     given = parser.parse_args()
     root = given.folder / f"archives-{os.getpid()}"
     root.mkdir(parents=True)
     blocks, before = Blocks.of(given.total, given.block_bytes), anonymous()
     try:
-        found = run(root, blocks, given.rounds)
+        found = run(root, blocks, given.rounds, given.archives or f"file://{root}/archives")
     finally:
         shutil.rmtree(root)
     base = statistics.median(wall for wall, _, _ in found["tier to tier"])

@@ -4,16 +4,19 @@
 
     an object ──► checked ──► put_many (side by side)          two shards in memory: one read, one written
 
-A shard all of whose blocks the tier has is not read at all, so that what was interrupted is gone on with.
+The last blocks of a shard are written beside the first ones of the next, so that no writer waits for another. A shard
+all of whose blocks the tier has is not read at all, so that what was interrupted is gone on with.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore.archive.creating import READERS
 from kvstore.archive.document import silent
@@ -21,7 +24,6 @@ from kvstore.archive.matching import check_namespace, check_one_of
 from kvstore.archive.reading import Archive, open_archive
 from kvstore.errors import ConfigurationError, StoreFullError
 from kvstore.marks import Mark, MarkOutcome
-from kvstore.objects.side import side_by_side
 from kvstore.types import BlockWrite, PutOutcome
 from kvstore.url import format_size
 
@@ -38,6 +40,10 @@ if TYPE_CHECKING:
 __all__ = ["RestoreReport", "restore", "restore_archive", "warm"]
 
 MARKS_AT_ONCE = 1024
+
+T = TypeVar("T")
+_Put = tuple[list["PutOutcome"], int]
+"""What became of some blocks, and how many were damaged in the archive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,26 +157,39 @@ def _mark_of(archive: Archive, store: BlockStore, tenant: str, pin: bool) -> Mar
         raise ConfigurationError(str(error)) from None
 
 
-class _Ahead:
-    """A shard that is being read, by a daemon thread: one that hangs holds up no exit."""
+class _Threads:
+    """Daemon threads that do what they are given, in its order: a call that hangs holds up no exit."""
 
-    def __init__(self, archive: Archive, shard: Shard) -> None:
-        self._found: LoadedShard | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._read, args=(archive, shard), name="kvstore-archive", daemon=True)
-        self._thread.start()
+    def __init__(self, count: int) -> None:
+        self._given: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._count = count
+        for _ in range(count):
+            threading.Thread(target=self._work, name="kvstore-archive", daemon=True).start()
 
-    def _read(self, archive: Archive, shard: Shard) -> None:
-        try:
-            self._found = archive.load(shard)
-        except BaseException as error:  # raised again, where somebody waits for it
-            self._error = error
+    def begin(self, call: Callable[[], T]) -> Future[T]:
+        """What `call` will have returned or raised."""
+        result: Future[T] = Future()
 
-    def result(self) -> LoadedShard:
-        self._thread.join()
-        if self._found is None:
-            raise self._error or RuntimeError("a shard was not read")
-        return self._found
+        def act() -> None:
+            if not result.set_running_or_notify_cancel():
+                return
+            try:
+                result.set_result(call())
+            except BaseException as error:  # raised again, where somebody waits for it
+                result.set_exception(error)
+
+        self._given.put(act)
+        return result
+
+    def _work(self) -> None:
+        while (act := self._given.get()) is not None:
+            act()
+            del act  # and with it the shard that it held
+
+    def close(self) -> None:
+        """Nothing more is given; nobody waits for what is under way."""
+        for _ in range(self._count):
+            self._given.put(None)
 
 
 class _Restoration:
@@ -189,18 +208,28 @@ class _Restoration:
         self._there = self._corrupt = 0
 
     def run(self) -> RestoreReport:
-        todo = self._missing()
-        following = next(todo, None)
-        ahead = following and _Ahead(self._archive, following[0])
-        while following is not None and ahead is not None:
-            (shard, wanted), loaded = following, ahead.result()
-            ahead = None
-            if self._counts[PutOutcome.FULL] or self._stopped():
-                break
+        reader, writers = _Threads(1), _Threads(READERS)
+        under_way: list[Future[_Put]] = []
+        try:
+            todo = self._missing()
             following = next(todo, None)
-            ahead = following and _Ahead(self._archive, following[0])
-            self._put(loaded, shard, wanted)
-            del loaded  # there are to be no more than two in memory
+            ahead = following and reader.begin(partial(self._archive.load, following[0]))
+            while following is not None and ahead is not None:
+                (shard, wanted), loaded = following, ahead.result()
+                ahead = None
+                if self._counts[PutOutcome.FULL] or self._stopped():
+                    break
+                before, under_way = under_way, self._put(writers, loaded, shard, wanted)
+                del loaded  # there are to be no more than two in memory
+                self._count(before)
+                following = next(todo, None)
+                ahead = following and reader.begin(partial(self._archive.load, following[0]))
+            self._count(under_way)
+        finally:
+            for one in under_way:
+                one.cancel()
+            reader.close()
+            writers.close()
         return self._report()
 
     def _missing(self) -> Iterator[tuple[Shard, list[int]]]:
@@ -213,16 +242,21 @@ class _Restoration:
             if wanted:
                 yield shard, wanted
 
-    def _put(self, loaded: LoadedShard, shard: Shard, wanted: Sequence[int]) -> None:
+    def _put(self, writers: _Threads, loaded: LoadedShard, shard: Shard, wanted: Sequence[int]) -> list[Future[_Put]]:
         size = self._archive.namespace.block_bytes(shard.group)
         most = max(1, self._store.capabilities.batch_bytes // size)
         pieces = [wanted[start : start + most] for start in range(0, len(wanted), most)]
-        for outcomes, corrupt in side_by_side(partial(self._put_piece, loaded, shard), pieces, READERS):
+        return [writers.begin(partial(self._put_piece, loaded, shard, piece)) for piece in pieces]
+
+    def _count(self, begun: list[Future[_Put]]) -> None:
+        """Wait for what was begun, in its order."""
+        while begun:
+            outcomes, corrupt = begun.pop(0).result()
             self._counts.update(outcomes)
             self._corrupt += corrupt
             self._progress(len(outcomes) + corrupt)
 
-    def _put_piece(self, loaded: LoadedShard, shard: Shard, places: Sequence[int]) -> tuple[list[PutOutcome], int]:
+    def _put_piece(self, loaded: LoadedShard, shard: Shard, places: Sequence[int]) -> _Put:
         writes: list[BlockWrite] = []
         for place in places:
             block = self._archive.block(loaded, shard, place)

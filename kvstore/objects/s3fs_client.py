@@ -7,6 +7,9 @@ here each verb is one request, tried once, under kvstore's own retries.
 from __future__ import annotations
 
 import importlib
+import io
+import itertools
+import mmap
 from typing import TYPE_CHECKING, Any, cast
 
 from kvstore.errors import InvalidOptionError, MissingDependencyError
@@ -31,6 +34,44 @@ CONNECTIONS = 64
 LOADING_S = 60.0
 _CHUNK = 2 << 30
 """s3fs cuts what is twice as large."""
+STREAMED = 8 << 20
+"""From here on an object is sent and received in pieces: as one value it is in memory two or three times meanwhile."""
+PIECE = 1 << 20
+"""Of what is received."""
+
+
+class _Parts(io.RawIOBase):
+    """Some arrays as one file for reading, without a copy of all of it."""
+
+    def __init__(self, parts: Sequence[NDArray[np.uint8]]) -> None:
+        super().__init__()
+        self._parts = [part.reshape(-1) for part in parts]
+        self._ends = list(itertools.accumulate(part.nbytes for part in self._parts))
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._ends[-1]}[whence]
+        return self._at
+
+    def readinto(self, buffer: Buffer, /) -> int:
+        into = memoryview(buffer)
+        for part, end in zip(self._parts, self._ends, strict=True):
+            if self._at < end:
+                start = self._at - (end - part.nbytes)
+                count = min(len(into), part.nbytes - start)
+                into[:count] = part[start : start + count].data
+                self._at += count
+                return count
+        return 0
 
 
 class S3FsClient(FsspecClient):
@@ -79,8 +120,8 @@ class S3FsClient(FsspecClient):
             raise InvalidOptionError(f"{url}: storage_options: {error}") from None
         filesystem.retries = 1
         # Half a second of loading and no request: not within the time of the first one.
-        asyn: Any = importlib.import_module("fsspec.asyn")
-        asyn.sync(self._own_loop.loop, filesystem.set_session, timeout=LOADING_S)
+        self._asyn: Any = importlib.import_module("fsspec.asyn")
+        self._asyn.sync(self._own_loop.loop, filesystem.set_session, timeout=LOADING_S)
         self._bucket = place.bucket
         self._prefix = f"{place.prefix}/" if place.prefix else ""
         return filesystem, place.root
@@ -96,9 +137,31 @@ class S3FsClient(FsspecClient):
     def _get(self, path: str, start: int) -> Buffer:
         if start:
             return cast("bytes", self.call("cat_file", self._at(path), start=start, end=None))
-        return cast("bytes", self.call("cat_file", self._at(path), max_concurrency=1))
+        received: Buffer = self._asyn.sync(self._own_loop.loop, self._receive, path, timeout=self.attempt_timeout)
+        return received
+
+    async def _receive(self, path: str) -> Buffer:
+        answer = await self._fs._call_s3("get_object", Bucket=self._bucket, Key=self._prefix + path)
+        body, size = answer["Body"], int(answer["ContentLength"])
+        try:
+            if size < STREAMED:
+                return cast("bytes", await body.read())
+            memory, done = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), 0
+            while done < size:
+                piece = await body.read(PIECE)
+                if not piece:
+                    raise EOFError(f"the body ends after {done} of {size} bytes")
+                memory[done : done + len(piece)] = piece
+                done += len(piece)
+            return memory
+        finally:
+            body.close()
 
     def _put(self, path: str, parts: Sequence[NDArray[np.uint8]], *, new: bool) -> None:
+        if sum(part.nbytes for part in parts) >= STREAMED:
+            condition = {"IfNoneMatch": "*"} if new else {}
+            self._ask_s3("put_object", Key=self._prefix + path, Body=_Parts(parts), **condition)
+            return
         mode = "create" if new else "overwrite"
         self.call("pipe_file", self._at(path), joined(parts), chunksize=_CHUNK, mode=mode)
 

@@ -62,7 +62,8 @@ def test_a_killed_restore_leaves_whole_blocks_and_is_gone_on_with(tmp_path: Path
     assert killed("restore", at, tmp_path)
     with open_store(f"file://{tmp_path}/target") as store:
         there = held(store, SPACE, KEYS)
-        assert there == [True] * min(BLOCKS, 3 * at) + [False] * max(0, BLOCKS - 3 * at)
+        # Shards overlap: what was begun before may have ended or not. The mark, which is last, comes after all of them.
+        assert sum(there) == BLOCKS if at == 3 else sum(there) <= 3 * at
         report = restore(f"file://{tmp_path}/archives/one", store)
         assert (report.there, report.complete, report.labelled) == (sum(there), True, BLOCKS)
         assert facts(store, SPACE) == expected
