@@ -29,6 +29,7 @@ BUILTINS: Mapping[str, str] = {
     "file": "kvstore_zarr:LocalZarrStore",
     "zarr+file": "kvstore_zarr:LocalZarrStore",
     "lmdb": "kvstore_lmdb:LMDBStore",
+    **dict.fromkeys(("redis", "rediss", "valkey", "valkeys"), "kvstore_redis:RedisStore"),
     **dict.fromkeys(
         ("s3", "s3a", "gs", "gcs", "az", "abfs", "sftp", "ssh", "smb", "webhdfs", "http", "https"), _OBJECTS
     ),

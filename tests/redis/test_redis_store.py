@@ -1,0 +1,229 @@
+"""What is a server's own: what it refuses and evicts, how it is reached, what is said of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import redis
+
+from kvstore import GetOutcome, PutOutcome, open_store
+from kvstore.errors import InvalidOptionError, InvalidURLError, StoreAccessError, StoreOpenError, TierUnavailable
+from kvstore.testing.servers import free_port, valkey
+from kvstore.testing.supply import SPACE, get, key, write
+from kvstore.values import name_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvstore.testing.servers import RedisServer
+
+HIT, MISS, CORRUPT = GetOutcome.HIT, GetOutcome.MISS, GetOutcome.CORRUPT
+STORED, FULL, FAILED = PutOutcome.STORED, PutOutcome.FULL, PutOutcome.FAILED
+
+
+@pytest.fixture
+def url(place: str) -> str:
+    return place
+
+
+@pytest.fixture
+def client(server: RedisServer) -> Iterator[redis.Redis]:
+    with redis.Redis(port=server.port, password=server.password) as behind:
+        yield behind
+
+
+def name(url: str, number: int) -> str:
+    return url.partition("prefix=")[2] + name_of(SPACE, key(number))
+
+
+def test_what_a_full_server_says_is_full_and_the_rest_of_the_batch_is_answered() -> None:
+    with valkey("maxmemory 4mb", "maxmemory-policy noeviction") as small, open_store(small.url()) as store:
+        outcomes = [store.put_many(SPACE, [write(number)])[0] for number in range(200)]
+        assert outcomes[0] is STORED
+        assert outcomes[-1] is FULL
+        assert set(store.put_many(SPACE, [write(number) for number in (0, 500, 501)])[1:]) == {FULL}
+        assert get(store, [0]) == [HIT]
+
+
+def test_what_the_server_evicts_is_a_miss_and_is_stored_again() -> None:
+    with valkey("maxmemory 4mb", "maxmemory-policy allkeys-lru") as small, open_store(small.url()) as store:
+        for number in range(200):
+            assert store.put_many(SPACE, [write(number)]) == [STORED]
+        found = get(store, range(200))
+        assert set(found) == {HIT, MISS}
+        assert store.put_many(SPACE, [write(found.index(MISS))]) == [STORED]
+        assert [space.fingerprint for space in store.namespaces()] == [SPACE.fingerprint]
+
+
+def test_with_a_ttl_the_server_removes_blocks_by_itself_and_their_manifest_stays(url: str, client: redis.Redis) -> None:
+    with open_store(url, ttl="300ms") as store:
+        store.put_many(SPACE, [write(1)])
+        assert 0 < client.pttl(name(url, 1)) <= 300
+        time.sleep(0.5)
+        assert client.get(name(url, 1)) is None
+        assert len(store.namespaces()) == 1
+    with open_store(url) as store:
+        store.put_many(SPACE, [write(2)])
+        assert client.pttl(name(url, 2)) == -1
+
+
+def test_a_value_that_is_no_string_is_damage_and_is_replaced(url: str, client: redis.Redis) -> None:
+    with open_store(url) as store:
+        store.put_many(SPACE, [write(number) for number in range(3)])
+        client.delete(name(url, 1))
+        client.rpush(name(url, 1), b"a list")
+        assert get(store, [0, 1, 2]) == [HIT, CORRUPT, HIT]
+        assert store.put_many(SPACE, [write(1)]) == [STORED]
+
+
+def test_a_value_that_is_too_long_is_damage_and_the_next_reply_is_read_from_its_start(
+    url: str, client: redis.Redis
+) -> None:
+    with open_store(url) as store:
+        store.put_many(SPACE, [write(number) for number in range(3)])
+        client.append(name(url, 1), bytes(300_000))
+        assert get(store, [0, 1, 2]) == [HIT, CORRUPT, HIT]
+        assert get(store, [0, 1, 2]) == [HIT, MISS, HIT]
+
+
+def test_two_prefixes_are_two_tiers_and_strangers_stay_as_they_are(
+    server: RedisServer, url: str, client: redis.Redis
+) -> None:
+    client.set("of somebody else", b"1")
+    with open_store(url) as one, open_store(f"{server.url()}?prefix=other:") as other:
+        one.put_many(SPACE, [write(1)])
+        assert get(other, [1]) == [MISS]
+        assert other.namespaces() == []
+        assert one.drop_namespace(SPACE) == 1
+    assert client.get("of somebody else") == b"1"
+
+
+def test_many_threads_of_one_store_get_their_own_bytes(url: str) -> None:
+    wrong: list[Any] = []
+    with open_store(url) as store:
+
+        def work(worker: int) -> None:
+            numbers = [worker * 10 + number for number in range(10)]
+            for _ in range(5):
+                store.put_many(SPACE, [write(number) for number in numbers])
+                wrong.extend(outcome for outcome in get(store, numbers) if outcome is not HIT)
+                store.delete_many(SPACE, [key(number) for number in numbers])
+
+        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+class TestOpening:
+    """The reasons that a server cannot be used are told apart."""
+
+    def test_nobody_listens(self) -> None:
+        with pytest.raises(StoreOpenError, match="the server cannot be asked"):
+            open_store(f"redis://127.0.0.1:{free_port()}/0")
+
+    @pytest.mark.parametrize("user", [":wrong@", "nobody:wrong@", ""])
+    def test_credentials_that_are_wrong_or_missing_and_never_shown(self, server: RedisServer, user: str) -> None:
+        with pytest.raises(StoreAccessError, match="does not let this user in") as caught:
+            open_store(f"redis://{user}127.0.0.1:{server.port}/0")
+        assert "wrong" not in str(caught.value).partition("user in")[0]
+
+    def test_a_password_with_letters_that_a_url_has_to_encode(self) -> None:
+        with valkey("user ada on >p@ss:w/rd ~* &* +@all") as server:
+            open_store(f"redis://ada:p%40ss%3Aw%2Frd@127.0.0.1:{server.port}/0").close()
+
+    @pytest.mark.parametrize("place", ["", ":6379", "host:port/0", "host:6379/zero", "host/1/2"])
+    def test_a_place_that_makes_no_sense(self, place: str) -> None:
+        with pytest.raises(InvalidURLError, match=r"redis://host:6379/0|not a port|no location|which host"):
+            open_store(f"redis://{place}")
+
+    def test_a_database_that_the_server_does_not_have(self, server: RedisServer) -> None:
+        with pytest.raises(StoreOpenError, match="out of range"):
+            open_store(server.url(99))
+
+    @pytest.mark.parametrize("prefix", ["a b", "a*", "[a]"])
+    def test_a_prefix_that_would_match_more_than_itself(self, server: RedisServer, prefix: str) -> None:
+        with pytest.raises(InvalidOptionError, match="prefix"):
+            open_store(server.url(), prefix=prefix)
+
+    def test_read_only_where_the_server_evicted_everything_but_blocks(self, url: str, client: redis.Redis) -> None:
+        with open_store(url) as store:
+            store.put_many(SPACE, [write(1)])
+        client.delete(url.partition("prefix=")[2] + "format")
+        with open_store(url, readonly=True) as store:
+            assert get(store, [1]) == [HIT]
+
+
+class TestOutage:
+    """A server that is gone, or says nothing, costs no more than the time-out; it is used again when it is back."""
+
+    def test_a_server_that_is_stopped_and_goes_on(self) -> None:
+        with valkey() as server, open_store(server.url(), timeout="300ms") as store:
+            store.put_many(SPACE, [write(1)])
+            os.kill(server.process, signal.SIGSTOP)
+            try:
+                for call in (
+                    lambda: get(store, [1]),
+                    lambda: store.put_many(SPACE, [write(2)]),
+                    lambda: store.contains_many(SPACE, [key(1)]),
+                    store.namespaces,
+                ):
+                    began = time.monotonic()
+                    with pytest.raises(TierUnavailable):
+                        call()
+                    assert time.monotonic() - began < 5
+            finally:
+                os.kill(server.process, signal.SIGCONT)
+            assert get(store, [1]) == [HIT]
+
+    def test_a_server_that_ends(self) -> None:
+        with valkey() as server, open_store(server.url(), timeout="300ms") as store:
+            store.put_many(SPACE, [write(1)])
+            os.kill(server.process, signal.SIGKILL)
+            time.sleep(0.2)
+            with pytest.raises(TierUnavailable):
+                get(store, [1])
+            store.close()
+
+    def test_a_reply_that_ends_half_way_is_no_block_and_the_connection_is_not_used_again(self) -> None:
+        with valkey() as server, open_store(server.url(), timeout="2s") as store:
+            store.put_many(SPACE, [write(number) for number in range(4)])
+            with redis.Redis(port=server.port, password=server.password) as other:
+                for _ in range(3):
+                    other.client_kill_filter(_type="normal", skipme=True)
+                    try:
+                        outcomes = get(store, range(4))
+                    except TierUnavailable:
+                        continue
+                    assert outcomes == [HIT] * 4
+            assert get(store, range(4)) == [HIT] * 4
+
+
+def test_bytes_go_from_the_callers_memory_and_into_it(url: str) -> None:
+    with open_store(url) as store:
+        block = write(7)
+        before = np.array(block.data, copy=True)
+        store.put_many(SPACE, [block])
+        assert np.array_equal(np.asarray(block.data), before)
+        assert get(store, [7]) == [HIT]
+
+
+def test_the_doctor_says_what_bounds_the_server(server: RedisServer) -> None:
+    from kvstore.doctor import Grade, examine
+
+    found = {finding.check: finding for finding in examine(server.url())}
+    assert found["memory"].grade is Grade.WARNING
+    assert "grows until" in found["memory"].found
+    assert found["network"].found == "this machine"
+    with valkey("maxmemory 64mb", "maxmemory-policy allkeys-lru", "appendonly yes") as bounded:
+        found = {finding.check: finding for finding in examine(bounded.url())}
+        assert found["memory"].grade is Grade.OK
+        assert "append-only file" in found["persistence"].found
