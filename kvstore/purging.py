@@ -9,6 +9,7 @@ removes the rest.
 
 from __future__ import annotations
 
+import enum
 import time
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,9 +18,11 @@ from typing import TYPE_CHECKING
 from kvstore.abc import REFUSE_S
 from kvstore.errors import KVStoreError
 from kvstore.marks import Mark
-from kvstore.registry import open_store
+from kvstore.registry import backend_class, open_store
 from kvstore.retention import now_ns
+from kvstore.sealing import Keyring, check_options
 from kvstore.types import Residue
+from kvstore.url import TierURL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -27,9 +30,8 @@ if TYPE_CHECKING:
     from kvstore.abc import BlockStore
     from kvstore.namespace import Namespace
     from kvstore.types import BlockInfo
-    from kvstore.url import TierURL
 
-__all__ = ["Receipt", "Request", "SpaceReceipt", "TierReceipt", "purge"]
+__all__ = ["Keys", "Receipt", "Request", "SpaceReceipt", "TierReceipt", "purge"]
 
 AT_ONCE = 1000
 """Blocks removed in one call."""
@@ -46,6 +48,16 @@ ENGINES = (
     " with VLLM_SERVER_DEV_MODE=1), or LLM.reset_prefix_cache(reset_connector=True), or restart it."
 )
 ARCHIVES = "Archives are copies of their own, and were not looked at: kvstore archive list, kvstore archive rm."
+
+
+class Keys(enum.Enum):
+    """What becomes of the data keys of an encrypted tier."""
+
+    AUTO = "auto"
+    """Those of a tenant that is purged as a whole are destroyed, no others."""
+    DESTROY = "destroy"
+    """The tenant's; where no tenant is given, all in the keyring, other tiers' that share it included."""
+    KEEP = "keep"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +123,8 @@ class TierReceipt:
     spaces: list[SpaceReceipt] = field(default_factory=list[SpaceReceipt])
     left: int = 0
     """Blocks that were to go and are still there."""
+    stored_since: int = 0
+    """Blocks like those asked for that somebody has stored since the purge began, and that are there."""
     refused_until: float | None = None
     """Until when the removed blocks are not stored again; None: no tombstones. Seconds since the epoch."""
     others_know_within: float = 0.0
@@ -120,7 +134,9 @@ class TierReceipt:
     remains: list[Residue] = field(default_factory=list[Residue])
     """What no removal reaches."""
     erasable: bool | None = None
-    """Whether the key of what was encrypted is destroyed, so that no copy anywhere can be read. None: not encrypted."""
+    """Whether the data keys of the removed blocks are destroyed, so that no copy of them can be read. None: the tier is
+    not encrypted.
+    """
     failed: list[str] = field(default_factory=list[str])
 
     @property
@@ -195,7 +211,9 @@ class _Purge:
         if tombs:
             self.receipt.refused_until = now_ns() / 1e9 + self.refuse_s
         self._settle(spaces.values())
-        self.receipt.left = sum(1 for space in spaces.values() for _ in self.asked.infos(self.store, space))
+        there = [info for space in spaces.values() for info in self.asked.infos(self.store, space)]
+        self.receipt.left = sum(info.created < self.receipt.began for info in there)
+        self.receipt.stored_since = len(there) - self.receipt.left
         if self.asked.mark == Mark() and self.asked.older_than is None:
             for space in spaces.values():
                 self.store.drop_namespace(space, only_if_empty=True)
@@ -239,6 +257,33 @@ def _count(seen: SpaceReceipt, info: BlockInfo, asked: Request) -> None:
     seen.shared += bool(asked.tenant and any(tenant != asked.tenant for tenant in info.tenants))
 
 
+def _destroy_keys(url: TierURL | str, asked: Request, keys: Keys) -> bool:
+    """Destroy the data keys of those whose blocks go, if that is asked; whether they are. Raises a `KVStoreError`."""
+    wanted = asked.tenant and asked == Request(tenant=asked.tenant) if keys is Keys.AUTO else keys is Keys.DESTROY
+    tier = TierURL.parse(url) if isinstance(url, str) else url
+    found = check_options(tier.validated(backend_class(tier).options)) if wanted else None
+    if found is None:
+        return False
+    operator_key, path = found
+    keyring = Keyring.open(path, operator_key, create=False)
+    try:
+        for tenant in [asked.tenant] if asked.tenant else keyring.tenants():
+            keyring.destroy(tenant)
+    finally:
+        keyring.close()
+    return True
+
+
+def _beside_keys(tier: TierReceipt) -> list[Residue]:
+    if not tier.erasable:
+        return [Residue("data keys that open every copy of the removed blocks", None, "purge with --keys destroy")]
+    found = [Residue("copies of the keyring that somebody kept, beside the operator's key", None, "erase them as well")]
+    shared = sum(space.shared for space in tier.spaces)
+    if shared:
+        found.append(Residue(f"{shared} blocks of other tenants too: some may be sealed under their keys"))
+    return found
+
+
 def purge(
     urls: Iterable[TierURL | str],
     asked: Request,
@@ -246,13 +291,15 @@ def purge(
     dry_run: bool,
     refuse_s: float = REFUSE_S,
     overwrite: bool = True,
+    keys: Keys = Keys.AUTO,
     advance: Callable[[int], object] = _nothing,
 ) -> Receipt:
     """Remove blocks from tiers for good, or with `dry_run` say what would go.
 
     Each tier is opened for itself and closed again. For `refuse_s` seconds the removed blocks are not stored again.
-    `overwrite`: what removed blocks leave on the device is written over where that can be done. `advance` is called
-    with each number of blocks that were dealt with. Raises nothing for a tier that fails: see `TierReceipt.failed`.
+    `overwrite`: what removed blocks leave on the device is written over where that can be done. `keys`: whether the
+    data keys that they were encrypted with are destroyed. `advance` is called with each number of blocks that were
+    dealt with. Raises nothing for a tier that fails: see `TierReceipt.failed`.
     """
     receipt = Receipt(asked, dry_run, now_ns() / 1e9)
     for url in urls:
@@ -264,12 +311,18 @@ def purge(
                 pass
             with open_store(url, readonly=True) if dry_run else open_store(url) as store:
                 one = _Purge(store, asked, tier, refuse_s, overwrite, advance)
+                sealed = store.capabilities.sealed
                 if dry_run:
                     one.survey()
-                else:
-                    one.run()
+                    continue
+                if sealed:  # first: what is interrupted then has removed nothing, and nobody can read it all the same
+                    tier.erasable = _destroy_keys(url, asked, keys)
+                one.run()
+                if sealed:
+                    tier.remains += _beside_keys(tier)
         except (KVStoreError, ValueError) as error:
             tier.failed.append(str(error))
-        tier.seconds = time.monotonic() - began
+        finally:
+            tier.seconds = time.monotonic() - began
     receipt.ended = now_ns() / 1e9
     return receipt

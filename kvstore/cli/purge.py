@@ -6,6 +6,7 @@ import json
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from kvstore.abc import REFUSE_S
 from kvstore.cli import EXIT_NOT_INTACT
 from kvstore.cli._common import emit_json, json_option, print_table, progress
 from kvstore.errors import InvalidOptionError
-from kvstore.purging import Receipt, Request, TierReceipt
+from kvstore.purging import Keys, Receipt, Request, TierReceipt
 from kvstore.purging import purge as purge_tiers
 from kvstore.registry import backend_class, open_store
 from kvstore.tombs import MOST_REFUSED_S
@@ -58,6 +59,13 @@ class _Time(click.ParamType[float]):
     show_default="10min",
     help="How long they are not stored again, while engines still have them in memory; 0: not at all.",
 )
+@click.option(
+    "--keys",
+    type=click.Choice([choice.value for choice in Keys]),
+    default=Keys.AUTO.value,
+    show_default=True,
+    help="Data keys of an encrypted tier; auto destroys those of a --tenant that goes as a whole.",
+)
 @click.option("--keep-bytes", is_flag=True, help="Do not overwrite what removed blocks leave on a local disk.")
 @click.option(
     "--receipt",
@@ -77,6 +85,7 @@ def purge(
     everything: bool,
     yes: bool,
     refuse: float,
+    keys: str,
     keep_bytes: bool,
     file: Path | None,
     as_json: bool,
@@ -98,11 +107,10 @@ def purge(
     tiers = [_checked(TierURL.parse(url)) for url in urls]
     names = None if prefix is None else _matching(tiers, prefix)
     asked = Request(names, label, tenant, older_than, everything)
+    work = partial(purge_tiers, dry_run=not yes, refuse_s=refuse, overwrite=not keep_bytes, keys=Keys(keys))
     with nullcontext() if file is None else file.open("w") as receipt:  # opened before anything is removed
         with progress("purging" if yes else "looking", None) as advance:
-            done = purge_tiers(
-                tiers, asked, dry_run=not yes, refuse_s=refuse, overwrite=not keep_bytes, advance=advance
-            )
+            done = work(tiers, asked, advance=advance)
         if receipt is not None:
             receipt.write(json.dumps(receipt_json(done), indent=2) + "\n")
     if as_json:
@@ -186,6 +194,10 @@ def _show(receipt: Receipt) -> None:
             click.echo(f"failed: {failure}")
         if tier.left:
             click.echo(f"{tier.left} blocks are still there: run the same command again")
+        if tier.stored_since:
+            click.echo(
+                f"{tier.stored_since} such blocks were stored since it began: reset the engines, then purge again"
+            )
         if not receipt.dry_run:
             _show_rest(tier)
     if receipt.dry_run:

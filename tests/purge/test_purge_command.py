@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import os
+import shutil
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -210,3 +213,71 @@ def test_what_others_store_before_they_learn_of_a_purge_goes_as_well(tmp_path: P
 def test_nothing_asked_is_not_everything() -> None:
     with pytest.raises(ValueError, match="which blocks"):
         Request()
+
+
+# Encrypted tiers
+
+
+@pytest.fixture(params=["file", "lmdb"])
+def sealed_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An encrypted tier with four blocks of acme, the last of which zeta uses as well, and two of zeta."""
+    key = tmp_path / "operator.key"
+    key.write_text(base64.b64encode(os.urandom(32)).decode())
+    made = f"{request.param}://{tmp_path}/kv?encryption=file:{key}&keyring={tmp_path}/keyring.json"
+    with kvstore.open_store(made) as store:
+        for number in range(6):
+            tenant = "acme" if number < 4 else "zeta"
+            store.put_many(SPACE, [write(number, tenant=tenant)])
+            store.mark_many(SPACE, keys([number]), Mark(tenant=tenant))
+        store.mark_many(SPACE, keys([3]), Mark(tenant="zeta"))
+    return made
+
+
+def _copied(tmp_path: Path, url: str) -> str:
+    """The URL of a copy of the tier, as a backup has it, keyring and operator's key being where they were."""
+    shutil.copytree(tmp_path / "kv", tmp_path / "copy")
+    return url.replace(f"{tmp_path}/kv?", f"{tmp_path}/copy?")
+
+
+def test_the_key_of_a_tenant_is_destroyed_and_no_copy_of_its_blocks_can_be_read(
+    sealed_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = _copied(tmp_path, sealed_url)
+    code, told = machine(capsys, "purge", sealed_url, "--tenant", "acme", "--yes")
+    (tier,) = told["tiers"]
+    assert (code, tier["blocks"], tier["erasable"]) == (EXIT_OK, 4, True)
+    assert any("1 blocks of other tenants too" in residue["what"] for residue in tier["remains"])
+    assert any("keyring" in residue["what"] for residue in tier["remains"])
+    for url in (sealed_url, copy):
+        with kvstore.open_store(url) as store:
+            assert get(store, range(6)) == [MISS] * 4 + [HIT] * 2
+    with kvstore.open_store(copy) as store:  # a new key is made for what comes
+        assert store.put_many(SPACE, [write(9, tenant="acme")]) == [STORED]
+        assert get(store, [9]) == [HIT]
+
+
+@pytest.mark.parametrize(
+    ("args", "erasable"),
+    [
+        (("--tenant", "acme", "--keys", "keep"), False),
+        (("--tenant", "acme", "--older-than", "0s"), False),
+        (("--all",), False),
+        (("--all", "--keys", "destroy"), True),
+    ],
+)
+def test_keys_are_kept_unless_a_tenant_goes_as_a_whole_or_it_is_asked(
+    sealed_url: str, args: tuple[str, ...], erasable: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = _copied(tmp_path, sealed_url)
+    code, told = machine(capsys, "purge", sealed_url, *args, "--yes")
+    (tier,) = told["tiers"]
+    assert (code, tier["erasable"], tier["complete"]) == (EXIT_OK, erasable, True)
+    assert any("open every copy" in residue["what"] for residue in tier["remains"]) is not erasable
+    with kvstore.open_store(copy) as store:
+        assert get(store, range(6)) == [MISS if erasable else HIT] * 6
+
+
+def test_a_dry_run_destroys_no_key(sealed_url: str) -> None:
+    purge([sealed_url], Request(tenant="acme"), dry_run=True)
+    with kvstore.open_store(sealed_url) as store:
+        assert get(store, range(6)) == [HIT] * 6
