@@ -24,21 +24,35 @@ from kvstore.errors import (
     StoreFullError,
     StoreNotFoundError,
     StoreOpenError,
+    StoreSealedError,
     TierUnavailable,
 )
 from kvstore.graveyard import Graveyard
 from kvstore.inuse import InUse
 from kvstore.namespace import Namespace
 from kvstore.retention import TTL, TTL_FROM, Retention
+from kvstore.sealing import PLAIN, SEALING, Unsealed, check_options, open_sealer
 from kvstore.tombs import refused_until
 from kvstore.types import GetOutcome, Leftover, PutOutcome, Residue, Usage
 from kvstore.url import READONLY
-from kvstore.values import HEAD_BYTES, MANIFEST, PURGED, Facts, Reading, key_of, name_of, stored_bytes, value_of
+from kvstore.values import (
+    HEAD_BYTES,
+    MANIFEST,
+    PURGED,
+    SEALED,
+    Facts,
+    Reading,
+    key_of,
+    name_of,
+    stored_bytes,
+    value_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
     from typing import TypeAlias
 
+    from kvstore.sealing import Sealer
     from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite
     from kvstore.url import Option, TierURL
 
@@ -75,7 +89,7 @@ class KeyValueStore(BlockStore):
     tombstones_seen_s: ClassVar[float] = 10.0
     """How often a store looks whether others have purged something: one `exists`, and `names` only if they have."""
 
-    options: ClassVar[tuple[Option[object], ...]] = (READONLY, TTL, TTL_FROM)
+    options: ClassVar[tuple[Option[object], ...]] = (READONLY, TTL, TTL_FROM, *SEALING)
 
     errors: ClassVar[tuple[type[Exception], ...]] = ()
     """What the client library raises when it cannot tell, beside `OSError`: such as `(sqlite3.Error,)`."""
@@ -160,6 +174,7 @@ class KeyValueStore(BlockStore):
         super().__init__(url)
         self.readonly = url.option(READONLY)
         self._retention = Retention.of(url)
+        self._sealer: Sealer | None = None
         self._use = InUse(url)
         self._failures: tuple[type[Exception], ...] = (OSError, *self.errors)
         try:
@@ -168,9 +183,19 @@ class KeyValueStore(BlockStore):
             raise
         except self._failures as error:
             raise _opening_error(error)(f"{url} cannot be opened: {error}") from error
+        try:
+            self._sealer = self._open_sealer()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, KVStoreError) or not isinstance(error, self._failures):
+                raise
+            raise _opening_error(error)(f"{url} cannot be opened: {error}") from error
         self._graves = Graveyard(_Tombstones(self), self.tombstones_seen_s)
         self.capabilities = replace(
-            self.capabilities, tombstones=not self.readonly, tombstones_seen_s=self.tombstones_seen_s
+            self.capabilities,
+            tombstones=not self.readonly,
+            tombstones_seen_s=self.tombstones_seen_s,
+            sealed=self._sealer is not None,
         )
 
     def namespaces(self) -> list[Namespace]:
@@ -198,21 +223,29 @@ class KeyValueStore(BlockStore):
             if self._retention:
                 self._remove_expired(namespace, [block.key for block in blocks])
             names = [name_of(namespace, block.key) for block, _ in checked]
+            keys = None if self._sealer is None else self._sealer.writing(block.tenant for block in blocks)
+            keyless = {
+                name for name, block in zip(names, blocks, strict=True) if keys is not None and block.tenant not in keys
+            }
             purged = self._graves.refused(names)
             # One after another, so that a payload is still in the processor's cache when it is written.
             values = (
-                (name, value_of(namespace, block, data))
+                (name, value_of(namespace, block, data, None if keys is None else keys[block.tenant]))
                 for name, (block, data) in zip(names, checked, strict=True)
-                if name not in purged
+                if name not in purged and name not in keyless
             )
             outcomes = iter(self.write_many(values))
-            return [PutOutcome.REFUSED if name in purged else next(outcomes) for name in names]
+            return [
+                PutOutcome.REFUSED if name in purged else PutOutcome.FAILED if name in keyless else next(outcomes)
+                for name in names
+            ]
 
     def get_many_into(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
         with self._using():
             checked = [(block.key, namespace.check_buffer(block.key, block.into, writable=True)) for block in blocks]
             purged = self._graves.known(name_of(namespace, key) for key, _ in checked)
-            reads = [Reading(namespace, key, into) for key, into in checked]
+            ring = None if self._sealer is None else self._sealer.reading()
+            reads = [Reading(namespace, key, into, ring) for key, into in checked]
             counts = self.read_many_into((name_of(namespace, read.key), read.buffers) for read in reads)
             verdicts = [self._verdict(read, count) for read, count in zip(reads, counts, strict=True)]
             return [
@@ -265,13 +298,15 @@ class KeyValueStore(BlockStore):
     def usage(self) -> Usage:
         """From names alone, in bytes of their values; override it where the device knows better."""
         with self._using():
-            sizes = [stored_bytes(space, key) for space in self.namespaces() for key in self._keys(space)]
+            sizes = [self._stored_bytes(space, key) for space in self.namespaces() for key in self._keys(space)]
         return Usage(len(sizes), sum(sizes))
 
     def close(self) -> None:
         if self._use.end():
             with suppress(*self._failures):  # what was put is there, and nothing is left to be done about it
                 self.disconnect()
+            if self._sealer is not None:
+                self._sealer.close()
 
     @contextmanager
     def _using(self) -> Generator[None]:
@@ -304,13 +339,19 @@ class KeyValueStore(BlockStore):
     def _verdict(self, read: Reading, count: int | None) -> GetOutcome:
         if count is None:
             return GetOutcome.MISS
-        if read.is_intact(count):
+        found = read.opened(count)
+        if found is Unsealed.UNKNOWN:
+            return GetOutcome.MISS
+        if found is Unsealed.GOOD:
             if not self._retention or not self._expired(read.facts()):
                 return GetOutcome.HIT
             self._discard(name_of(read.namespace, read.key))
             return GetOutcome.MISS
         self._discard(name_of(read.namespace, read.key))
-        return GetOutcome.CORRUPT
+        return GetOutcome.CORRUPT if found is Unsealed.DAMAGED else GetOutcome.MISS
+
+    def _stored_bytes(self, namespace: Namespace, key: BlockKey) -> int:
+        return stored_bytes(namespace, key, sealed=self._sealer is not None)
 
     def _expired(self, facts: Facts) -> bool:
         """Whether the block has; it is not known when it was last used."""
@@ -356,7 +397,7 @@ class KeyValueStore(BlockStore):
                 if count is not None:
                     # A damaged one is listed, too: whoever verifies a store reads what a scan lists.
                     facts = Facts.unpacked(namespace, key, bytes(head)) or Facts.unknown()
-                    yield facts.info(key, stored_bytes(namespace, key))
+                    yield facts.info(key, self._stored_bytes(namespace, key))
 
     def _manifest(self, name: str) -> Namespace | None:
         """The namespace that the manifest of this name describes; None where there is none, or a damaged one."""
@@ -365,6 +406,20 @@ class KeyValueStore(BlockStore):
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError):
             return None
         return found if name == MANIFEST + found.name else None
+
+    def _open_sealer(self) -> Sealer | None:
+        """What seals the blocks. That they are sealed is said by a value of its own, which the first opening stores."""
+        said = (_if_there(self.read_value, SEALED) or b"").decode("ascii", errors="replace")
+        found = {said} if said else set[str]()
+        if not found and check_options(self.url) is not None and self._names(MANIFEST):
+            found = {PLAIN}
+        sealer = open_sealer(self.url, found)
+        if sealer is not None and not found and not self.readonly:
+            self._sealer = sealer  # so that it is closed, should this fail
+            self.write_value(SEALED, sealer.id.encode())
+            if self.read_value(SEALED) != sealer.id.encode():
+                raise StoreSealedError(f"{self.url} was just encrypted with another keyring: use the same everywhere")
+        return sealer
 
     def read_value(self, name: str) -> bytes | None:
         """All of a value that is none of a block; None where there is none."""

@@ -6,10 +6,12 @@ Names are ASCII, of `0-9 a-z -`, at most 167 letters, so that they are file name
     <fingerprint>-<group>-<digest>            one block: head | payload           (fingerprint and digest in hex)
 
     head, 128 bytes, little-endian:   magic "kvvalue0", created u64 (ns since the epoch), position i64,
-                                      length of the parent u16, parent (64 bytes, zeros behind), 30 zeros,
+                                      length of the parent u16, parent (64 bytes, zeros behind),
+                                      flags u16 (1: sealed), id of the data key (16 bytes), 12 zeros,
                                       crc32c(payload) u32, crc32c(address | all of the head before it) u32
     address, which is not stored:     fingerprint (16 bytes), group u16 big-endian, digest
 
+The payload of an encrypted store is the sealed block (`kvstore.sealing.seal`).
 The last checksum binds a block to its key and its namespace: a value that was copied or renamed is damage.
 A later format will have other names, so that neither version takes the other's values for damage.
 """
@@ -19,28 +21,46 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from kvstore.integrity import crc32c
 from kvstore.records import address_of
 from kvstore.retention import now_ns
+from kvstore.sealing import SEAL_BYTES, Unsealed, seal_into, unseal_into
 from kvstore.types import NO_PARENT, NO_POSITION, BlockInfo, BlockKey
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from kvstore.namespace import Namespace
+    from kvstore.sealing import DataKey, Ring
     from kvstore.types import BlockWrite
 
-__all__ = ["HEAD_BYTES", "MANIFEST", "PURGED", "Facts", "Reading", "key_of", "name_of", "stored_bytes", "value_of"]
+__all__ = [
+    "HEAD_BYTES",
+    "MANIFEST",
+    "PURGED",
+    "SEALED",
+    "Facts",
+    "Reading",
+    "key_of",
+    "name_of",
+    "stored_bytes",
+    "value_of",
+]
 
 MANIFEST = "manifest-"
+"""What the names of manifests start with."""
 PURGED = "purged-"
 """What the names of tombstones begin with, and the name of a value that is there where there may be some."""
-"""What the names of manifests start with."""
 
-_HEAD = struct.Struct("<8sQqH64s30xI")
+SEALED = "sealed"
+"""The name of a value that is there where blocks are sealed: the id of the keyring, in hex."""
+
+_HEAD = struct.Struct("<8sQqH64sH16s12xI")
 _SEAL = struct.Struct("<I")
 _MAGIC = b"kvvalue0"
+_IS_SEALED = 1
 
 HEAD_BYTES = _HEAD.size + _SEAL.size
 
@@ -52,11 +72,14 @@ class Facts(NamedTuple):
     position: int
     parent: bytes
     payload_crc: int
+    key_id: bytes = b""
+    """Of the data key that the payload is sealed with; empty where it is not sealed."""
 
     def packed(self, namespace: Namespace, key: BlockKey) -> bytes:
         """The head of that block."""
         length, parent = len(self.parent), self.parent
-        head = _HEAD.pack(_MAGIC, self.created, self.position, length, parent, self.payload_crc)
+        flags = _IS_SEALED if self.key_id else 0
+        head = _HEAD.pack(_MAGIC, self.created, self.position, length, parent, flags, self.key_id, self.payload_crc)
         return head + _seal(namespace, key, head)
 
     @classmethod
@@ -65,8 +88,10 @@ class Facts(NamedTuple):
         body, seal = head[: _HEAD.size], head[_HEAD.size :]
         if seal != _seal(namespace, key, body):
             return None
-        magic, created, position, length, parent, payload_crc = _HEAD.unpack(body)
-        return cls(created, position, parent[:length], payload_crc) if magic == _MAGIC else None
+        magic, created, position, length, parent, flags, key_id, payload_crc = _HEAD.unpack(body)
+        if magic != _MAGIC:
+            return None
+        return cls(created, position, parent[:length], payload_crc, key_id if flags == _IS_SEALED else b"")
 
     @classmethod
     def unknown(cls) -> Facts:
@@ -82,18 +107,29 @@ class Facts(NamedTuple):
 class Reading:
     """One block that is being read: what has to arrive, and whether it did."""
 
-    def __init__(self, namespace: Namespace, key: BlockKey, into: NDArray[np.uint8]) -> None:
-        self.namespace, self.key, self.into = namespace, key, into
+    def __init__(self, namespace: Namespace, key: BlockKey, into: NDArray[np.uint8], ring: Ring | None = None) -> None:
+        """`ring`: the data keys of an encrypted store."""
+        self.namespace, self.key, self.into, self._ring = namespace, key, into, ring
         self.head = bytearray(HEAD_BYTES)
+        self._payload = into if ring is None else np.empty(SEAL_BYTES + into.nbytes, np.uint8)
         # One byte more than there is to read: a value that is longer shows.
-        self.buffers = [memoryview(self.head), into.data, memoryview(bytearray(1))]
+        self.buffers = [memoryview(self.head), self._payload.data, memoryview(bytearray(1))]
 
-    def is_intact(self, count: int) -> bool:
-        """Whether the `count` bytes that came are the whole block."""
-        if count != HEAD_BYTES + self.into.nbytes:
-            return False
+    def opened(self, count: int) -> Unsealed:
+        """Whether the `count` bytes that came are the whole block; if they are, it is in the caller's buffer."""
         facts = Facts.unpacked(self.namespace, self.key, bytes(self.head))
-        return facts is not None and facts.payload_crc == crc32c(self.into)
+        if (
+            count != HEAD_BYTES + self._payload.nbytes
+            or facts is None
+            or bool(facts.key_id) != (self._ring is not None)
+        ):
+            return Unsealed.DAMAGED
+        if facts.payload_crc != crc32c(self._payload):
+            return Unsealed.DAMAGED
+        if self._ring is None:
+            return Unsealed.GOOD
+        space = self.namespace.fingerprint
+        return unseal_into(self._ring, self._payload, self.into, space, self.key, key_id=facts.key_id)
 
     def facts(self) -> Facts:
         """What the head says of a block that is intact."""
@@ -104,9 +140,17 @@ def _seal(namespace: Namespace, key: BlockKey, head: bytes) -> bytes:
     return _SEAL.pack(crc32c(head, crc32c(address_of(namespace, key))))
 
 
-def value_of(namespace: Namespace, block: BlockWrite, data: NDArray[np.uint8]) -> list[memoryview]:
-    """The parts of the value of a block whose payload is `data`: its head, and the payload itself, not copied."""
-    facts = Facts(now_ns(), block.position, block.parent, crc32c(data))
+def value_of(
+    namespace: Namespace, block: BlockWrite, data: NDArray[np.uint8], data_key: DataKey | None = None
+) -> list[memoryview]:
+    """The parts of the value of a block whose bytes are `data`: its head, and the payload, not copied; or sealed under
+    `data_key`.
+    """
+    if data_key is not None:
+        sealed = np.empty(SEAL_BYTES + data.nbytes, np.uint8)
+        seal_into(sealed, data, data_key, namespace.fingerprint, block.key)
+        data = sealed
+    facts = Facts(now_ns(), block.position, block.parent, crc32c(data), b"" if data_key is None else data_key.id)
     return [memoryview(facts.packed(namespace, block.key)), data.data]
 
 
@@ -126,6 +170,6 @@ def key_of(namespace: Namespace, name: str) -> BlockKey | None:
     return key if name == name_of(namespace, key) else None
 
 
-def stored_bytes(namespace: Namespace, key: BlockKey) -> int:
+def stored_bytes(namespace: Namespace, key: BlockKey, *, sealed: bool = False) -> int:
     """How long a block's value is."""
-    return HEAD_BYTES + namespace.block_bytes(key.group)
+    return HEAD_BYTES + namespace.block_bytes(key.group) + (SEAL_BYTES if sealed else 0)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvstore.errors import InvalidOptionError, InvalidURLError
 from kvstore.retention import TTL, TTL_FROM
+from kvstore.sealing import SEALING
 from kvstore.url import CAPACITY, DURABILITY, MODE, READONLY, Option, boolean, choice, parse_duration
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ SWEEP: Option[float | None] = Option(
 OPTIONS: tuple[Option[object], ...] = (
     *(CAPACITY, TTL, TTL_FROM, SWEEP),
     *(READONLY, CLIENT, TIMEOUT, LOOKUP_TTL),
+    *SEALING,
     *(ENDPOINT, REGION, ADDRESSING, ANONYMOUS, PROFILE, STORAGE_OPTIONS),
 )
 _OF_S3 = (ENDPOINT, REGION, ADDRESSING, PROFILE)

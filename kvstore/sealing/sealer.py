@@ -95,11 +95,11 @@ def check_options(url: TierURL) -> tuple[bytes, Path] | None:
     return source.read(), path
 
 
-def open_sealer(url: TierURL, found: Collection[str]) -> Sealer | None:
+def open_sealer(url: TierURL, found: Collection[str], *, readonly: bool = False) -> Sealer | None:
     """What seals the tier at the validated `url`; None where it is not to be sealed.
 
     `found` are the ids of the keyrings with which what is stored there is sealed, `PLAIN` for what is not. An empty
-    keyring is made where nothing is stored yet, unless the URL says `readonly`.
+    keyring is made where nothing is stored yet, unless the place or the URL is `readonly`.
 
     Raises `InvalidOptionError`, `KeyringError`, `MissingDependencyError`, and `StoreSealedError` where what is stored
     is sealed and no key was given, or is not and one was, or is sealed with another keyring.
@@ -115,7 +115,7 @@ def open_sealer(url: TierURL, found: Collection[str]) -> Sealer | None:
             f"{url} holds blocks that are not encrypted, and with encryption= it would serve none of them: use another"
             " location, and copy them there with kvstore cp"
         )
-    keyring = Keyring.open(path, operator_key, create=not found and not url.option(READONLY))
+    keyring = Keyring.open(path, operator_key, create=not (found or readonly or url.option(READONLY)))
     if set(found) - {keyring.id}:
         keyring.close()
         raise StoreSealedError(f"{url} is encrypted with another keyring than {path}: give the one it was made with")

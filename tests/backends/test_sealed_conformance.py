@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,15 +21,20 @@ if TYPE_CHECKING:
 
     from kvstore import BlockKey, Namespace
 
-SEALED = ("file", "lmdb")
+SEALED = ("file", "lmdb", "sqlite", "remote")
 
 
 class SealedHooks(StoreHooks):
     """Where sealed tiers are, and how to go past them."""
 
     @pytest.fixture(params=SEALED)
-    def url(self, request: pytest.FixtureRequest, tmp_path: Path) -> str:
-        return sealed(f"{request.param}://{tmp_path}/tier", tmp_path)
+    def url(self, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+        if request.param == "sqlite":
+            monkeypatch.syspath_prepend(request.getfixturevalue("sqlite_site"))
+            monkeypatch.delitem(sys.modules, "kvstore_sqlite", raising=False)
+        remote = request.param == "remote"
+        url = f"file://{tmp_path}/tier?remote=true" if remote else f"{request.param}://{tmp_path}/tier"
+        return sealed(url, tmp_path)
 
     def raw_get(self, url: str, namespace: Namespace, key: BlockKey) -> bytes:
         return in_another_process(raw.read, Tier.at(url), (namespace, key))

@@ -10,16 +10,20 @@ import numpy as np
 from kvstore.layout import as_bytes
 from kvstore.objects.faults import Kind, RequestFailed
 from kvstore.retention import now_ns
+from kvstore.sealing import Unsealed
 from kvstore.types import BlockInfo, GetOutcome, PutOutcome
 from kvstore_zarr.format import BlockFacts
+from kvstore_zarr.sealed import seal_file, unseal_file
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
     from kvstore.objects.client import Listed, ObjectClient
+    from kvstore.sealing import Ring, Sealer
     from kvstore.types import BlockKey, BlockWrite
     from kvstore.url import TierURL
+    from kvstore_zarr.format import BlockFrame
     from kvstore_zarr.metadata import NamespaceTree
     from kvstore_zarr.objects.ages import Ages
     from kvstore_zarr.objects.documents import Documents
@@ -34,8 +38,17 @@ class OneBlock:
     """What a store does with single blocks. Thread-safe; raises `RequestFailed` where the store cannot tell."""
 
     def __init__(
-        self, client: ObjectClient, documents: Documents, lookup: Lookup, ages: Ages, url: TierURL, *, readonly: bool
+        self,
+        client: ObjectClient,
+        documents: Documents,
+        lookup: Lookup,
+        ages: Ages,
+        url: TierURL,
+        *,
+        readonly: bool,
+        sealer: Sealer | None,
     ) -> None:
+        self._sealer = sealer
         self._client, self._documents, self._lookup, self._ages = client, documents, lookup, ages
         self._url, self._readonly = url, readonly
         self._told: set[Kind] = set()
@@ -55,7 +68,6 @@ class OneBlock:
         """Put one block, whose bytes are `data`, unless one that has not expired is there."""
         path, frame = tree.block(block.key), tree.frames[block.key.group]
         refuses = self._documents.refuses_to_overwrite
-        closing = np.empty(frame.closing, np.uint8)
         facts = BlockFacts(
             fingerprint=tree.namespace.fingerprint,
             key=block.key,
@@ -65,8 +77,9 @@ class OneBlock:
             position=block.position,
             parent=block.parent,
         )
-        frame.seal(closing, data, facts)
-        parts = [data[: frame.whole], closing] if frame.whole else [closing]
+        parts = self._parts(frame, block, data, facts)
+        if not parts:
+            return PutOutcome.FAILED
         try:
             if (not refuses or self._lookup.believes(path)) and self._client.exists(path):
                 outcome = PutOutcome.EXISTS
@@ -85,6 +98,21 @@ class OneBlock:
         self._ages.used(path)
         return outcome
 
+    def _parts(
+        self, frame: BlockFrame, block: BlockWrite, data: NDArray[np.uint8], facts: BlockFacts
+    ) -> list[NDArray[np.uint8]]:
+        """The bytes of the object; none where there is no key to seal them with."""
+        if self._sealer is not None:
+            data_key = self._sealer.writing([block.tenant]).get(block.tenant)
+            if data_key is None:
+                return []
+            file = np.empty(frame.file_bytes, np.uint8)
+            seal_file(file, frame, data, facts, data_key)
+            return [file]
+        closing = np.empty(frame.closing, np.uint8)
+        frame.seal(closing, data, facts)
+        return [data[: frame.whole], closing] if frame.whole else [closing]
+
     def _has_expired(self, path: str) -> bool:
         entry = self._client.look(path)
         return entry is not None and not self._ages.alive(entry)
@@ -102,32 +130,49 @@ class OneBlock:
         """Read one block into `into`; one that is damaged, and still is when it is read again, is removed."""
         path = tree.block(key)
         found = self._read(tree, key, into)
-        if found is GetOutcome.CORRUPT:
+        if found is Unsealed.DAMAGED:
             found = self._read(tree, key, into)  # once more: it may have been damaged on its way, and be whole there
-        if found is GetOutcome.CORRUPT:
+        if found is Unsealed.UNKNOWN:  # another process may have the key
+            return GetOutcome.MISS
+        if found in (Unsealed.DAMAGED, Unsealed.DESTROYED):
             self._lookup.forget(path)
             if not self._readonly:
                 self._client.delete(path)
-            return found
-        if isinstance(found, GetOutcome) or (self._ages and not self._ages.alive_since(path, found.created)):
+            return GetOutcome.CORRUPT if found is Unsealed.DAMAGED else GetOutcome.MISS
+        if isinstance(found, Unsealed) or (self._ages and not self._ages.alive_since(path, found.created)):
             self._lookup.forget(path)
             return GetOutcome.MISS
         self._lookup.remember([path])
         self._ages.used(path)
         return GetOutcome.HIT
 
-    def _read(self, tree: NamespaceTree, key: BlockKey, into: NDArray[np.uint8]) -> BlockFacts | GetOutcome:
-        """Bring the payload into the caller's buffer, and hold everything against what was asked for; else why not."""
-        frame = tree.frames[key.group]
+    def _read(self, tree: NamespaceTree, key: BlockKey, into: NDArray[np.uint8]) -> BlockFacts | Unsealed:
+        """Bring the block into the caller's buffer, and hold everything against what was asked for; else why not. What
+        is not there is `GOOD` without facts.
+        """
+        frame, path = tree.frames[key.group], tree.block(key)
+        if self._sealer is not None:
+            return self._read_sealed(tree, key, into, self._sealer.reading())
         closing = np.empty(frame.closing, np.uint8)
-        size = self._client.get_into(tree.block(key), [into[: frame.whole], closing] if frame.whole else [closing])
+        size = self._client.get_into(path, [into[: frame.whole], closing] if frame.whole else [closing])
         if size is None:
-            return GetOutcome.MISS
+            return Unsealed.GOOD
         facts = frame.facts(closing) if size == frame.file_bytes else None
         if facts is None or facts.key != key or facts.fingerprint != tree.namespace.fingerprint:
-            return GetOutcome.CORRUPT
+            return Unsealed.DAMAGED
         into[frame.whole :] = closing[: frame.rest]
-        return facts if frame.payload_is_intact(closing, into) else GetOutcome.CORRUPT
+        return facts if frame.payload_is_intact(closing, into) else Unsealed.DAMAGED
+
+    def _read_sealed(
+        self, tree: NamespaceTree, key: BlockKey, into: NDArray[np.uint8], ring: Ring
+    ) -> BlockFacts | Unsealed:
+        frame = tree.frames[key.group]
+        file = np.empty(frame.file_bytes, np.uint8)
+        size = self._client.get_into(tree.block(key), [file])
+        if size is None:
+            return Unsealed.GOOD
+        found = unseal_file(file, tree, key, into, ring) if size == frame.file_bytes else Unsealed.DAMAGED
+        return (frame.facts(file[frame.whole :]) or Unsealed.DAMAGED) if found is Unsealed.GOOD else found
 
     def delete(self, path: str) -> bool:
         """Remove the object at `path`; whether there was one."""

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvstore.namespace import Namespace
     from kvstore.objects.client import ObjectClient
     from kvstore.types import BlockKey
     from kvstore_zarr.metadata import NamespaceTree
@@ -45,12 +44,11 @@ class Documents:
         """Whether a put with `new` can be trusted; known once something was written."""
         return self._refuses is True
 
-    def read(self, name: str) -> Namespace | None:
+    def read(self, name: str, seal: str | None = None) -> NamespaceTree | None:
         """The namespace whose folder is `name`; None where it has no manifest. Raises what `parse_namespace` raises."""
         path = f"{name}/{METADATA_NAME}"
         data = self._client.get(path)
-        tree = None if data is None else parse_namespace(bytes(data), name, path)
-        return None if tree is None else tree.namespace
+        return None if data is None else parse_namespace(bytes(data), name, path, seal)
 
     def prepare(self, tree: NamespaceTree, keys: Iterable[BlockKey]) -> dict[str, bytes]:
         """Put the namespace's manifest, if need be; the other documents that the folders of `keys` still want.
@@ -85,7 +83,7 @@ class Documents:
         if stored and self._refuses is None:
             self._refuses = not self._put(path, text)
         elif not stored:
-            self.read(tree.namespace.name)  # of a later format, or damaged: not to be added to
+            self.read(tree.namespace.name, tree.seal)  # of a later format, damaged, or sealed otherwise: left alone
         self._known[path] = time.monotonic() + BELIEVED_S
 
     def _put(self, path: str, text: bytes) -> bool:

@@ -22,6 +22,7 @@ from kvstore.objects.opening import opened
 from kvstore.objects.settings import LOOKUP_TTL, OPTIONS, OPTIONS_OF_DIRECTORIES, SWEEP, Place
 from kvstore.objects.side import side_by_side
 from kvstore.retention import Retention
+from kvstore.sealing import PLAIN, open_sealer
 from kvstore.tombs import refused_until
 from kvstore.types import BlockInfo, GetOutcome, Leftover, PutOutcome, Residue, Usage
 from kvstore.url import READONLY, Option, TierURL
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
     from kvstore.namespace import Namespace
     from kvstore.objects.client import Listed
+    from kvstore.sealing import Sealer
     from kvstore.types import BlockKey, BlockRead, BlockWrite
 
     K = TypeVar("K")
@@ -84,12 +86,18 @@ class ObjectZarrStore(BlockStore):
         self._lookup = Lookup(self._client, url.option(LOOKUP_TTL), self._ages)
         self._trees: dict[str, NamespaceTree] = {}
         self._aside: dict[str, str] = {}
-        self._one = OneBlock(self._client, self._documents, self._lookup, self._ages, url, readonly=self._readonly)
+        self._sealer: Sealer | None = None
+        self._seal: str | None = None  # not known yet: any is read
         try:
-            self._check_contents(folders, listed=not place.is_readonly)
+            found = self._check_contents(folders, listed=not place.is_readonly)
+            self._sealer = open_sealer(url, found, readonly=self._readonly)
+            self._seal = PLAIN if self._sealer is None else self._sealer.id
         except BaseException:
             self._client.close()
             raise
+        self._one = OneBlock(
+            self._client, self._documents, self._lookup, self._ages, url, readonly=self._readonly, sealer=self._sealer
+        )
         # What is listed at the opening tells that there are none yet; what is read by HTTP has none at all.
         self._graves = Graveyard(
             TombObjects(self._client), seen_s(url.option(LOOKUP_TTL)), looked=FOLDER not in folders
@@ -107,6 +115,7 @@ class ObjectZarrStore(BlockStore):
                 *retention_notes(url, self._readonly),
             ),
             capacity_is_exact=False,
+            sealed=self._sealer is not None,
             tombstones=not self._readonly,
             tombstones_seen_s=self._graves.seen_s,
         )
@@ -331,17 +340,22 @@ class ObjectZarrStore(BlockStore):
             self._sweeper.stop()
         if self._use.end():
             self._client.close()
+            if self._sealer is not None:
+                self._sealer.close()
 
     # Namespaces
 
-    def _check_contents(self, folders: Sequence[str], *, listed: bool) -> None:
-        """Read the manifests, and set aside what is of no use. Raises a `StoreOpenError` where nothing else is."""
+    def _check_contents(self, folders: Sequence[str], *, listed: bool) -> set[str]:
+        """Read the manifests, and set aside what is of no use; how the others say that they are sealed. Raises a
+        `StoreOpenError` where nothing else is.
+        """
         names = [name for name in folders if is_namespace_name(name)]
         if self._readonly and listed and not names:
             raise StoreNotFoundError(f"{self.url}: nothing is stored there, and a read-only opening creates nothing")
         trees = [tree for tree in side_by_side(self._read_tree, names) if tree is not None]
         if self._aside and not trees:
             raise StoreOpenError("; ".join(self._aside.values()))
+        return {tree.seal for tree in trees}
 
     def _known_trees(self) -> list[NamespaceTree]:
         names = [name for name in self._client.folders() if is_namespace_name(name) and name not in self._aside]
@@ -352,18 +366,18 @@ class ObjectZarrStore(BlockStore):
         if tree is not None:
             return tree
         try:
-            namespace = self._documents.read(name)
+            tree = self._documents.read(name, self._seal)
         except RequestFailed:
             raise
         except StoreOpenError as error:
             self._set_aside(name, error)
             return None
-        return None if namespace is None else self._tree(namespace)
+        return None if tree is None else self._trees.setdefault(name, tree)
 
     def _tree(self, namespace: Namespace) -> NamespaceTree:
         tree = self._trees.get(namespace.name)
         if tree is None:
-            tree = self._trees.setdefault(namespace.name, NamespaceTree(namespace))
+            tree = self._trees.setdefault(namespace.name, NamespaceTree(namespace, self._seal or PLAIN))
         return tree
 
     def _set_aside(self, name: str, error: StoreOpenError) -> None:
