@@ -14,6 +14,7 @@ from kvstore.errors import InvalidURLError, StoreAccessError, TierUnavailable, U
 from kvstore.objects.faults import RequestFailed
 from kvstore.objects.opening import connect
 from kvstore.objects.settings import LOOKUP_TTL, OPTIONS, TIMEOUT
+from kvstore.sealing import SEALING
 from kvstore.url import DURABILITY, MODE, READONLY, TierURL
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ __all__ = ["ArchivePlace"]
 OBJECT_TIMEOUT_S = 120.0
 """For one object of an archive, where the URL says nothing: it is many times a block."""
 _LOCAL_OPTIONS: tuple[Option[object], ...] = (MODE, DURABILITY, TIMEOUT)
-_REMOTE_OPTIONS = tuple(option for option in OPTIONS if option not in (LOOKUP_TTL, READONLY))
+_REMOTE_OPTIONS = tuple(option for option in OPTIONS if option not in (LOOKUP_TTL, READONLY, *SEALING))
 
 
 @dataclass(frozen=True, slots=True)
