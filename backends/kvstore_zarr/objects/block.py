@@ -139,16 +139,20 @@ class OneBlock:
             if not self._readonly:
                 self._client.delete(path)
             return GetOutcome.CORRUPT if found is Unsealed.DAMAGED else GetOutcome.MISS
-        if isinstance(found, Unsealed) or (self._ages and not self._ages.alive_since(path, found.created)):
+        if (
+            found is None
+            or isinstance(found, Unsealed)
+            or (self._ages and not self._ages.alive_since(path, found.created))
+        ):
             self._lookup.forget(path)
             return GetOutcome.MISS
         self._lookup.remember([path])
         self._ages.used(path)
         return GetOutcome.HIT
 
-    def _read(self, tree: NamespaceTree, key: BlockKey, into: NDArray[np.uint8]) -> BlockFacts | Unsealed:
-        """Bring the block into the caller's buffer, and hold everything against what was asked for; else why not. What
-        is not there is `GOOD` without facts.
+    def _read(self, tree: NamespaceTree, key: BlockKey, into: NDArray[np.uint8]) -> BlockFacts | Unsealed | None:
+        """Bring the block into the caller's buffer, and hold everything against what was asked for; else why not. None
+        where there is none.
         """
         frame, path = tree.frames[key.group], tree.block(key)
         if self._sealer is not None:
@@ -156,7 +160,7 @@ class OneBlock:
         closing = np.empty(frame.closing, np.uint8)
         size = self._client.get_into(path, [into[: frame.whole], closing] if frame.whole else [closing])
         if size is None:
-            return Unsealed.GOOD
+            return None
         facts = frame.facts(closing) if size == frame.file_bytes else None
         if facts is None or facts.key != key or facts.fingerprint != tree.namespace.fingerprint:
             return Unsealed.DAMAGED
@@ -165,12 +169,12 @@ class OneBlock:
 
     def _read_sealed(
         self, tree: NamespaceTree, key: BlockKey, into: NDArray[np.uint8], ring: Ring
-    ) -> BlockFacts | Unsealed:
+    ) -> BlockFacts | Unsealed | None:
         frame = tree.frames[key.group]
         file = np.empty(frame.file_bytes, np.uint8)
         size = self._client.get_into(tree.block(key), [file])
         if size is None:
-            return Unsealed.GOOD
+            return None
         found = unseal_file(file, tree, key, into, ring) if size == frame.file_bytes else Unsealed.DAMAGED
         return (frame.facts(file[frame.whole :]) or Unsealed.DAMAGED) if found is Unsealed.GOOD else found
 
