@@ -90,9 +90,14 @@ class Change(Snapshot):
         """For `Catalog.write`."""
         super().__init__(txn, catalog)
         self._before = self._totals = super().totals()
+        self._added: dict[str, int] = {}
 
     def totals(self) -> Totals:
         """The sums, with what was changed so far."""
+        if self._added:
+            now = {name: getattr(self._totals, name) + added for name, added in self._added.items()}
+            self._totals = replace(self._totals, **now)
+            self._added.clear()
         return self._totals
 
     def publish(self, entries: Sequence[Entry]) -> list[bool]:
@@ -147,7 +152,7 @@ class Change(Snapshot):
 
     def mark(self, addresses: Sequence[bytes], mark: Mark) -> list[MarkOutcome]:
         """Add a mark to each block, as far as it may be pinned."""
-        outcomes, changed = marked(self.find(addresses), mark, self._totals.pinnable)
+        outcomes, changed = marked(self.find(addresses), mark, self.totals().pinnable)
         self._change(changed)
         return outcomes
 
@@ -159,13 +164,13 @@ class Change(Snapshot):
 
     def generations(self, count: int) -> int:
         """`count` new generation numbers, never given out before; the first of them (>= 1)."""
-        first = self._totals.next_generation
+        first = self.totals().next_generation
         self._add(next_generation=count)
         return first
 
     def reserve(self, lease: bytes, reserved: int, payload: bytes) -> Intent:
         """Record an intent and count its bytes as reserved; whether they fit (`totals().room`) the caller checks."""
-        intent = Intent(lease, self._totals.next_intent, reserved, payload)
+        intent = Intent(lease, self.totals().next_intent, reserved, payload)
         self.txn.put(intent.name, intent.packed(), db=self._intents)
         self._add(reserved=reserved, next_intent=1)
         return intent
@@ -188,7 +193,7 @@ class Change(Snapshot):
 
     def set_overhead(self, nbytes: int) -> None:
         """Say how much is kept aside for what is neither `used` nor `reserved` (directories, the catalogue itself)."""
-        self._totals = replace(self._totals, overhead=nbytes)
+        self._totals = replace(self.totals(), overhead=nbytes)
 
     def add_namespace(self, namespace: Namespace) -> None:
         """Record the manifest, unless it is there and sound."""
@@ -226,12 +231,13 @@ class Change(Snapshot):
         """Forget every block and intent and zero the sums; format, cap, namespaces, tombstones and counters stay."""
         for database in (self._meta, self._age, self._marks, self._intents):
             self.txn.drop(database, delete=False)
-        self._totals = replace(self._totals, blocks=0, used=0, reserved=0, pinned=0)
+        self._totals = replace(self.totals(), blocks=0, used=0, reserved=0, pinned=0)
 
     def finish(self) -> None:
         """Write the totals if they changed. `Catalog.write` calls it."""
-        if self._totals != self._before:
-            self.txn.put(b"totals", self._totals.packed(), db=self._info)
+        totals = self.totals()
+        if totals != self._before:
+            self.txn.put(b"totals", totals.packed(), db=self._info)
 
     def _put(self, entries: Sequence[Entry]) -> None:
         if entries:
@@ -267,8 +273,8 @@ class Change(Snapshot):
         self._add(blocks=sign * len(entries), used=sign * used, pinned=sign * pinned)
 
     def _add(self, **differences: int) -> None:
-        now = {name: getattr(self._totals, name) + difference for name, difference in differences.items()}
-        self._totals = replace(self._totals, **now)
+        for name, difference in differences.items():
+            self._added[name] = self._added.get(name, 0) + difference
 
 
 class Catalog:

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvstore.errors import StoreAccessError
 from kvstore.files import open_file
+from kvstore.integrity import address_in_memory
 from kvstore.presence import permit
 from kvstore_zarr.format import PAGE
 
@@ -202,7 +203,7 @@ class BlockDevice:
         return True
 
     def _needs_bounce(self, body: NDArray[np.uint8]) -> bool:
-        return self.direct and body.nbytes > 0 and body.ctypes.data % PAGE != 0
+        return self.direct and body.nbytes > 0 and address_in_memory(body) % PAGE != 0
 
     def _bounced(
         self, body: NDArray[np.uint8], last: NDArray[np.uint8]
@@ -215,7 +216,7 @@ class BlockDevice:
 
 
 def _write_all(fd: int, pieces: list[memoryview], offset: int) -> None:
-    wanted = sum(piece.nbytes for piece in pieces)
+    wanted = _bytes_in(pieces)
     while (done := os.pwritev(fd, pieces, offset)) < wanted:
         if done <= 0:
             raise OSError(errno.EIO, f"a write of {wanted} bytes wrote none")
@@ -223,12 +224,16 @@ def _write_all(fd: int, pieces: list[memoryview], offset: int) -> None:
 
 
 def _read_all(fd: int, pieces: list[memoryview], offset: int) -> bool:
-    wanted = sum(piece.nbytes for piece in pieces)
+    wanted = _bytes_in(pieces)
     while (done := os.preadv(fd, pieces, offset)) < wanted:
         if done <= 0:
             return False
         pieces, offset, wanted = _rest_of(pieces, done), offset + done, wanted - done
     return True
+
+
+def _bytes_in(pieces: list[memoryview]) -> int:
+    return pieces[0].nbytes + (pieces[1].nbytes if len(pieces) > 1 else 0)  # a body and a closing, or one of them
 
 
 def _rest_of(pieces: list[memoryview], done: int) -> list[memoryview]:

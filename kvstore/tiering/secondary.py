@@ -330,6 +330,9 @@ class SecondaryTier:
     def _give_up(self, report: TierReport) -> None:
         """Loads that take too long, and stores that got no staging memory for as long."""
         now = time.monotonic()
+        oldest = next(iter(self._live), None)
+        if oldest is None or now - oldest.made <= self._load_timeout:
+            return  # as in nearly every step
         timed = (job for job in self._live if isinstance(job, (Load, CopyOut)))
         late = list(takewhile(lambda job: now - job.made > self._load_timeout, timed))
         for job in late:
