@@ -117,17 +117,22 @@ class Pages:
     def __init__(self, descriptor: int, last: int) -> None:
         self._descriptor, self._last = descriptor, last
 
-    def check(self, main: Tree, free: Tree) -> None:
-        """Raise `PageError` for the first thing that is wrong with the trees or the list of free pages."""
+    def check(self, main: Tree, free: Tree, *, values: bool = False) -> None:
+        """Raise `PageError` for the first thing that is wrong with the trees or the list of free pages; with `values`,
+        with the header of a large value as well, of which each costs a read.
+        """
         seen: list[Numbers] = []
-        values: list[tuple[Numbers, Numbers]] = []
-        for nodes in self._checked(main, seen, values):
+        extents: list[tuple[Numbers, Numbers]] = []
+        for nodes in self._checked(main, seen, extents):
             for tree in nodes.subtrees():
-                for inner in self._checked(tree, seen, values):
+                for inner in self._checked(tree, seen, extents):
                     if np.any(inner.flags & _SUBTREE):
                         raise PageError(f"database {tree.name} has a database in it")
-        unused = [listed for nodes in self._checked(free, seen, values) for listed in self._free(nodes)]
-        self._check_apart(seen, values, unused)
+        unused = [listed for nodes in self._checked(free, seen, extents) for listed in self._free(nodes)]
+        self._check_apart(seen, extents, unused)
+        for first, count in extents if values else ():
+            for number, length in zip(first.tolist(), count.tolist(), strict=True):
+                self._check_large(number, length)
 
     def leaves(self, tree: Tree, seen: list[Numbers] | None = None) -> Iterator[Nodes]:
         """The nodes of a tree's leaves, some pages at a time. Raises `PageError` where a page on the way is none.
@@ -195,11 +200,18 @@ class Pages:
 
     def large(self, first: int, nbytes: int) -> bytes:
         """A large value, by its first page; its page's header is checked. Raises `PageError`."""
-        head = self.read(np.array([first], np.int64))[0]
-        number, _, flags, count = struct.unpack("=QHHI", head[:_HEADER].tobytes())
-        if (number, flags, count) != (first, _OVERFLOW, (_HEADER - 1 + nbytes) // PAGE + 1):
-            raise PageError(f"page {first} is not the beginning of {nbytes} bytes")
+        self._check_large(first, (_HEADER - 1 + nbytes) // PAGE + 1)
         return os.pread(self._descriptor, nbytes, first * PAGE + _HEADER)
+
+    def _check_large(self, first: int, pages: int) -> None:
+        if not _FIRST <= first <= self._last + 1 - pages:
+            raise PageError(
+                f"a value on page {first} and {pages - 1} more is referred to, and the last is {self._last}"
+            )
+        found = os.pread(self._descriptor, _HEADER, first * PAGE)
+        number, _, flags, count = struct.unpack("=QHHI", found.ljust(_HEADER, b"\0"))
+        if (number, flags, count) != (first, _OVERFLOW, pages):
+            raise PageError(f"page {first} is not the beginning of a value of {pages} pages")
 
     def _checked(self, tree: Tree, seen: list[Numbers], values: list[tuple[Numbers, Numbers]]) -> Iterator[Nodes]:
         """The leaves of a tree, whose counts are held against its record at the end."""

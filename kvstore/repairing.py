@@ -43,6 +43,6 @@ def examine_environment(users: Path, environment: Path) -> Examination:
         return Examination()
     with Presence.opening(users, readonly=True) as presence:
         looked = presence.alone
-        problem = damage(environment, thorough=False, trees=True) if looked else None
+        problem = damage(environment, thorough=False, values=True) if looked else None
     with presence.closing():
         return Examination((problem,) if problem else (), looked)

@@ -58,7 +58,7 @@ def salvage(url: TierURL) -> list[Repaired]:
     with explained(directory), Presence.opening(directory, mode=mode) as presence:
         if not presence.alone:
             raise StoreAccessError(f"{directory} is in use: close it everywhere before it is repaired")
-        if url.option(ENCRYPTION) is None and damage(directory, thorough=False, trees=True) is not None:
+        if url.option(ENCRYPTION) is None and damage(directory, thorough=False, values=True) is not None:
             try:
                 saved = _save(directory, beside, mode, booked=presence.found not in (State.CLEAN, State.DIRTY))
                 presence.mark(State.REBUILDING)
