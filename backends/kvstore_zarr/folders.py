@@ -6,7 +6,7 @@ publishes. The documents of a group's arrays are one file under many names, each
 sums up the tree.
 """
 
-# ruff: noqa: PTH104, PTH110 - plain strings: a Path costs more than the system call it is made for
+# ruff: noqa: PTH104, PTH110, PTH120 - plain strings: a Path costs more than the system call it is made for
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvstore.types import BlockKey
     from kvstore_zarr.metadata import NamespaceTree
 
-__all__ = ["FOLDERS_DATABASE", "Folders", "occupied"]
+__all__ = ["FOLDERS_DATABASE", "Folders", "occupied", "sync_folder"]
 
 FOLDERS_DATABASE = "folders"
 
@@ -50,15 +50,28 @@ def occupied(path: str | Path) -> int:
         return 0
 
 
+def sync_folder(folder: str) -> None:
+    """Bring the names in a folder to disk."""
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 class Folders:
     """The folders of one store, by path relative to its root. Thread-safe: what it remembers only saves work."""
 
-    def __init__(self, root: Path, temporaries: Path, environment: Environment, mode: int) -> None:
+    def __init__(self, root: Path, temporaries: Path, environment: Environment, mode: int, *, durable: bool) -> None:
+        """`durable`: a folder is on disk before anything is put into it. Documents are in any case: a namespace whose
+        manifest a power loss had emptied could not be served.
+        """
         self._root = root
         self._temporaries = temporaries
         self._drafts = str(temporaries.relative_to(root))
         self._database = environment.databases[FOLDERS_DATABASE]
         self._mode = mode
+        self._durable = durable
         self._made: set[str] = set()
         self._counted: dict[str, int] = {}
         self._documents: dict[bytes, str] = {}
@@ -87,6 +100,8 @@ class Folders:
         if os.path.exists(document):
             return
         make_folder(folder, self._mode)
+        if self._durable:
+            sync_folder(os.path.dirname(folder))
         if not self._is_linked(text, document):
             self._write(document, text, draft)
 
@@ -106,9 +121,11 @@ class Folders:
         try:
             permit(fd, self._mode)
             os.write(fd, text)
+            os.fsync(fd)
         finally:
             os.close(fd)
         os.rename(draft, document)
+        sync_folder(os.path.dirname(document))
         self._documents[text] = document
 
     def _is_linked(self, text: bytes, document: str) -> bool:

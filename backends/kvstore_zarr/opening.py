@@ -161,7 +161,7 @@ def _open_parts(
             lock_bytes=occupied(root / CATALOGUE / "lock.mdb"),
             catalog=catalog,
             presence=presence,
-            folders=Folders(root, root / DRAFTS, environment, mode),
+            folders=Folders(root, root / DRAFTS, environment, mode, durable=url.option(DURABILITY) == "fsync"),
             names=NameLocks(root / INNER / "names", mode),
             capacity=capacity,
             slack=_slack(capacity, buffered=not device.direct),

@@ -27,6 +27,7 @@ from kvstore.catalog import Entry, address_of
 from kvstore.retention import now_ns
 from kvstore.types import BlockWrite, PutOutcome
 from kvstore_zarr import eviction, steps
+from kvstore_zarr.folders import sync_folder
 from kvstore_zarr.format import PAGE, BlockFacts
 from kvstore_zarr.removal import erase, reclaim_if_due, release, settle_intent
 from kvstore_zarr.sealed import seal_file
@@ -341,7 +342,8 @@ class PutJob:
                 self._put_in_place(block, lost)
             mine = [block for block in written if block.outcome is None]
             if tier.durable:
-                _sync({os.path.dirname(block.path) for block in mine})
+                for folder in {os.path.dirname(block.path) for block in mine}:
+                    sync_folder(folder)
             steps.checkpoint("renamed")
             measured = tier.folders.measure({block.folder for block in mine})
             with tier.catalog.write() as change:
@@ -417,12 +419,3 @@ def _entry(block: _Block) -> Entry:
 
 def _outcome_of(error: OSError) -> PutOutcome:
     return PutOutcome.FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else PutOutcome.FAILED
-
-
-def _sync(folders: set[str]) -> None:
-    for folder in folders:
-        fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
