@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 SIZE = "96M"
@@ -86,11 +86,19 @@ class Writer:
         """It has the tier open."""
         assert self._answer() == "open\n"
 
-    def put(self, numbers: range) -> list[int]:
+    def put(self, numbers: Sequence[int]) -> list[int]:
         """Those that are stored now."""
+        self.begin(numbers)
+        return self.stored(numbers)
+
+    def begin(self, numbers: Sequence[int]) -> None:
+        """Have it put them, and do not wait."""
         assert self._process.stdin is not None
         self._process.stdin.write(" ".join(map(str, numbers)) + "\n")
         self._process.stdin.flush()
+
+    def stored(self, numbers: Sequence[int]) -> list[int]:
+        """Wait for what was begun; those that are stored now."""
         said = map(int, self._answer().split())
         return [number for number, stored in zip(numbers, said, strict=True) if stored]
 

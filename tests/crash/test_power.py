@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -91,3 +93,21 @@ def test_what_was_not_synced_may_be_lost_and_is_never_torn(disk: Machine, scheme
                 assert outcomes.count(HIT) == len(stored)
         assert len(stored) == 4 * AT_ONCE
         assert outcomes.count(HIT) < len(stored)  # or the kernel has synced it all by itself, and this shows nothing
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("durability", ["none", "fsync"])
+def test_cuts_in_the_midst_of_puts_and_evictions(disk: Machine, scheme: str, durability: str) -> None:
+    chance = random.Random()
+    last: dict[int, int] = {}
+    with writer(f"{scheme}://{disk.disk}/tier?capacity=24MB", durability) as process:
+        for number in range(60):
+            before, numbers = dict(last), chance.sample(range(200), 8)
+            process.begin(numbers)
+            time.sleep(chance.uniform(0, 0.05))
+            outcomes = cut_and_look(disk, scheme, range(200))
+            if durability == "fsync":  # the youngest are there, whatever is under way
+                youngest = sorted(before, key=lambda block: before[block])[-16:]
+                assert [outcomes[block] for block in youngest] == [HIT] * len(youngest)
+            last |= dict.fromkeys(process.stored(numbers), number)
