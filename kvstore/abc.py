@@ -239,6 +239,13 @@ class BlockStore(ABC):
         del overwrite, advance
         return [Residue("bytes of removed blocks, wherever this store keeps what it was told to remove")]
 
+    def sealed_with(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bytes | None]:
+        """The id of the data key that each block is sealed with, as its first or last bytes say, unchecked; None where
+        there is no block, or none that is sealed.
+        """
+        del namespace
+        return [None] * len(keys)
+
     def leftovers(self, *, remove: bool = False) -> list[Leftover]:  # noqa: ARG002 - for stores that have some
         """What writers that died left in the tier, and nothing takes away by itself; `remove` takes it away."""
         return []

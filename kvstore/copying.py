@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvstore.errors import TierUnavailable
+from kvstore.errors import ConfigurationError, TierUnavailable
 from kvstore.marks import MarkOutcome
 from kvstore.reading import ThreadMemory, batches
 from kvstore.types import BlockRead, BlockWrite, GetOutcome, PutOutcome
@@ -120,6 +120,7 @@ def copy(
     threads: int = THREADS,
     evict: bool = False,
     dry_run: bool = False,
+    plaintext: bool = False,
     advance: Callable[[int], object] = lambda _: None,
 ) -> CopyReport:
     """Put into `target` each block of `source` that it does not have, with its position, parent and marks.
@@ -128,11 +129,14 @@ def copy(
     as young as it is. Every block is checked as it is read; of a source that was opened for writing, corrupt ones are
     removed and the others count as used, as by any get. With `dry_run` nothing is read but the two stores' records.
 
+    From an encrypted source into a target on a device that is not, only with `plaintext`: `ConfigurationError` else.
+
     Memory: `threads` batches of the smaller `batch_bytes` of the two. Ends early, with `CopyReport.full`, where a block
     finds no room, or, unless `evict`, as soon as a target under a capacity evicts something to make room.
     `advance(blocks)` is called as blocks are done with. Raises `TierUnavailable` when a store cannot tell, or when the
     target refuses everything; what was put until then stays, and the next copy passes it over.
     """
+    check_plaintext(source, target, plaintext=plaintext)
     started = time.monotonic()
     report = CopyReport()
     watch = None if evict or dry_run else _Evictions.watched(target)
@@ -163,6 +167,15 @@ def copy(
             settle()
     report.seconds = time.monotonic() - started
     return report
+
+
+def check_plaintext(source: BlockStore, target: BlockStore, *, plaintext: bool) -> None:
+    """Raise `ConfigurationError` where blocks of an encrypted tier would come to stand somewhere as they are."""
+    if source.capabilities.sealed and target.capabilities.persistent and not (target.capabilities.sealed or plaintext):
+        raise ConfigurationError(
+            f"{source.url} is encrypted and {target.url} is not: give the target encryption= and keyring=, or say"
+            " --plaintext (plaintext=True) if its blocks may stand there as they are"
+        )
 
 
 @contextmanager

@@ -177,6 +177,7 @@ class KeyValueStore(BlockStore):
         self._sealer: Sealer | None = None
         self._use = InUse(url)
         self._failures: tuple[type[Exception], ...] = (OSError, *self.errors)
+        check_options(url)
         try:
             self.connect()
         except KVStoreError:
@@ -276,6 +277,11 @@ class KeyValueStore(BlockStore):
     ) -> list[Residue]:
         with self._using():
             return super().finish_purge(overwrite=overwrite, advance=advance)
+
+    def sealed_with(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bytes | None]:
+        with self._using():
+            _checked_names(namespace, keys)
+            return [None if facts is None else facts.key_id or None for facts in self._heads(namespace, keys)]
 
     def leftovers(self, *, remove: bool = False) -> list[Leftover]:
         """Tombstones that have ended."""

@@ -30,7 +30,7 @@ from kvstore.sealing import SEAL_BYTES, SEALING, Unsealed
 from kvstore.tombs import refused_until
 from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, Residue, Usage
 from kvstore.url import CAPACITY, DURABILITY, MODE, READONLY, Option, TierURL, local_path
-from kvstore_lmdb.entry import Bytes, is_intact, read_into, stored_bytes, unseal_into
+from kvstore_lmdb.entry import Bytes, is_intact, key_id_in, read_into, stored_bytes, unseal_into
 from kvstore_lmdb.opening import BLOCKS, Tier, open_tier, take_out, tree_bytes
 from kvstore_lmdb.purge import finish_purge
 from kvstore_lmdb.put import Puts, Staged, chunks
@@ -288,6 +288,15 @@ class LMDBStore(BlockStore):
         from kvstore_lmdb.salvage import salvage
 
         return salvage(url)
+
+    def sealed_with(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bytes | None]:
+        found: list[bytes | None] = []
+        with self._telling():
+            for address in self._addresses(namespace, keys):
+                with self._tier.environment.read() as txn:
+                    value = txn.get(address, db=self._blocks)
+                    found.append(None if value is None else key_id_in(value))
+        return found
 
     @classmethod
     def diagnose(cls, url: TierURL, usage: Usage | None) -> Iterable[Finding]:

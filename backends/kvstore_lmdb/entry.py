@@ -30,15 +30,26 @@ from numpy.typing import NDArray
 from kvstore.environment import PAGE
 from kvstore.integrity import crc32c
 from kvstore.namespace import FINGERPRINT_BYTES
-from kvstore.sealing import SEAL_BYTES, Unsealed, seal_into
+from kvstore.sealing import SEAL_BYTES, SealHeader, Unsealed, seal_into
 from kvstore.sealing import unseal_into as unseal
+from kvstore.sealing.seal import HEADER_BYTES as SEAL_HEADER_BYTES
 from kvstore.types import BlockKey
 
 if TYPE_CHECKING:
     from kvstore.namespace import Namespace
     from kvstore.sealing import DataKey, Ring
 
-__all__ = ["HEADER_BYTES", "Bytes", "created_at", "fill", "is_intact", "read_into", "stored_bytes", "unseal_into"]
+__all__ = [
+    "HEADER_BYTES",
+    "Bytes",
+    "created_at",
+    "fill",
+    "is_intact",
+    "key_id_in",
+    "read_into",
+    "stored_bytes",
+    "unseal_into",
+]
 
 Bytes = NDArray[np.uint8]
 
@@ -124,6 +135,12 @@ def _header_is_intact(header: bytes, payload_bytes: int, address: bytes, sealed:
         and crc32c(header[: _FIELDS.size]) == own
         and address == fingerprint + group.to_bytes(2, "big") + digest[:length]
     )
+
+
+def key_id_in(value: memoryview) -> bytes | None:
+    """The id of the data key that the payload of `value` is sealed with; None where it is not sealed."""
+    header = SealHeader.unpacked(bytes(value[HEADER_BYTES : HEADER_BYTES + SEAL_HEADER_BYTES]))
+    return None if header is None else header.key_id
 
 
 def unseal_into(value: memoryview, into: Bytes, address: bytes, ring: Ring) -> Unsealed:

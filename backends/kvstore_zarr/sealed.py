@@ -10,10 +10,14 @@ The tag speaks for every byte of the sealed block, so a get computes no checksum
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvstore.sealing import Unsealed, seal_into, unseal_into
+from kvstore.files import open_file
+from kvstore.sealing import SealHeader, Unsealed, seal_into, unseal_into
+from kvstore.sealing.seal import HEADER_BYTES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
     from kvstore_zarr.format import BlockFacts, BlockFrame
     from kvstore_zarr.metadata import NamespaceTree
 
-__all__ = ["seal_file", "unseal_file"]
+__all__ = ["key_id_in", "seal_file", "unseal_file"]
 
 
 def seal_file(
@@ -51,3 +55,15 @@ def unseal_file(
     if found is not Unsealed.GOOD and not frame.payload_is_intact(closing, sealed):
         return Unsealed.DAMAGED
     return found
+
+
+def key_id_in(path: str) -> bytes | None:
+    """The id of the data key that the file `path` says its block is sealed with; None where it says nothing."""
+    with suppress(OSError):
+        file = open_file(path, os.O_RDONLY)
+        try:
+            header = SealHeader.unpacked(os.pread(file, HEADER_BYTES, 0))
+        finally:
+            os.close(file)
+        return None if header is None else header.key_id
+    return None

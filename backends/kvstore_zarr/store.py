@@ -35,6 +35,7 @@ from kvstore_zarr.put import put_blocks
 from kvstore_zarr.reindex import reindex
 from kvstore_zarr.removal import dropped_and_empty, remove
 from kvstore_zarr.repair import repair
+from kvstore_zarr.sealed import key_id_in
 from kvstore_zarr.tier import CATALOGUE, INNER
 
 if TYPE_CHECKING:
@@ -267,6 +268,12 @@ class LocalZarrStore(BlockStore):
     def examine(cls, url: TierURL) -> Examination:
         root = local_path(url)
         return examine_environment(root / INNER, root / CATALOGUE)
+
+    def sealed_with(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bytes | None]:
+        with self._using() as tier:
+            addresses_of(namespace, keys)
+            tree = tier.tree(namespace)
+            return [key_id_in(f"{tier.root}/{tree.block(key)}") for key in keys]
 
     def zarr_array(self, namespace: Namespace, key: BlockKey) -> zarr.Array[Any]:
         """The block as a zarr array of its layout's shape, which reads the stored chunk when values are asked for."""

@@ -27,6 +27,7 @@ from kvstore.archive.packing import Packing, ShardInMaking, page_memory, room_fo
 from kvstore.archive.places import ArchivePlace
 from kvstore.archive.removing import check_not_held, sweep
 from kvstore.archive.selecting import Selection, Start
+from kvstore.errors import ConfigurationError
 from kvstore.integrity import crc32c
 from kvstore.layout import as_bytes
 from kvstore.marks import Mark
@@ -65,6 +66,7 @@ def create(
     tokens: Sequence[int] | None = None,
     keep_until: float | None = None,
     overwrite: bool = False,
+    plaintext: bool = False,
     progress: Callable[[int], object] | None = None,
 ) -> ArchiveInfo:
     """Archive the blocks `keys` of `store`: a prefix from its first token on, in order, as `select` gives it.
@@ -74,6 +76,8 @@ def create(
     the prompt. `keep_until` (seconds since the epoch) is when it may be removed, None at any time. `progress` is told
     of every number of blocks that are done. Memory: two shards, about 128 MiB or two blocks.
 
+    An archive is never encrypted: of a store that is, one is made only with `plaintext` (`ConfigurationError` else).
+
     Atomic: there is no archive before all of it is. One that was interrupted is continued by the same call. An archive
     of the same blocks, label and times that is there already is left as it is.
 
@@ -82,6 +86,11 @@ def create(
     more; a `ConfigurationError` or a `StoreOpenError` for the URL; `TierUnavailable`.
     """
     place = ArchivePlace.of(archive_url, name)
+    if store.capabilities.sealed and not plaintext:
+        raise ConfigurationError(
+            f"{store.url} is encrypted, and archives are not: say --plaintext (plaintext=True) if its blocks may stand"
+            f" as they are in {place}"
+        )
     work = _plan(place, store, namespace, keys, label or "", Compression.parse(compression), tokens, keep_until)
     with place.client(writes=True) as client:
         there = _standing(client, place)

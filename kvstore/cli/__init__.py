@@ -57,6 +57,7 @@ COMMANDS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "Keep": {
         "gc": ("kvstore.cli.gc:gc", "What is too old, too much or left over in a tier, and its removal."),
         "purge": ("kvstore.cli.purge:purge", "Blocks that are to be gone for good, with a receipt of what remains."),
+        "rekey": ("kvstore.cli.rekey:rekey", "New keys for encrypted tiers: the operator's, or the data keys."),
         "pin": ("kvstore.cli.pin:pin", "Blocks that are to stay: neither evicted nor expiring."),
         "unpin": ("kvstore.cli.pin:unpin", "Take pins back."),
         "reindex": ("kvstore.cli.reindex:reindex", "Make a local tier know the blocks that were copied into it."),

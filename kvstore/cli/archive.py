@@ -99,10 +99,11 @@ def archive(ctx: click.Context, as_json: bool) -> None:
 @click.option("--keep-until", metavar="DATE", help="Refuse to remove it before: 2027-01-31, or from now on: 90d.")
 @click.option("--include-tokens", is_flag=True, help="Keep the token ids in it, which are the prompt itself.")
 @click.option("--overwrite", is_flag=True, help="Remove an archive that stands there, first.")
+@click.option("--plaintext", is_flag=True, help="Let blocks of an encrypted tier stand unencrypted in the archive.")
 @_json
 def create(
     archive_url: str, tier_url: str, prefix: str | None, keep_until: str | None, compression: str | None,
-    include_tokens: bool, overwrite: bool, as_json: bool, **ways: Any,
+    include_tokens: bool, overwrite: bool, plaintext: bool, as_json: bool, **ways: Any,
 ) -> None:  # fmt: skip
     """Copy one prefix's blocks from a tier into an archive at ARCHIVE_URL.
 
@@ -126,7 +127,7 @@ def create(
         with progress("archiving", len(chosen)) as advance:
             info = archives.create(
                 archive_url, store, space, chosen, label=label, compression=compression, keep_until=until,
-                tokens=tokens if include_tokens else None, overwrite=overwrite, progress=advance,
+                tokens=tokens if include_tokens else None, overwrite=overwrite, plaintext=plaintext, progress=advance,
             )  # fmt: skip
     if as_json:
         emit_json(_info_json(info))

@@ -35,6 +35,7 @@ __all__ = ["cp"]
     "--threads", type=click.IntRange(1, 256), default=THREADS, show_default=True, help="Batches under way at a time."
 )
 @click.option("--evict", is_flag=True, help="Let a target under a capacity evict what it has to make room.")
+@click.option("--plaintext", is_flag=True, help="Let blocks of an encrypted tier stand unencrypted in the target.")
 @click.option("--dry-run", is_flag=True, help="Say what would be copied, and change nothing.")
 @json_option
 @click.pass_context
@@ -46,6 +47,7 @@ def cp(
     label: str | None,
     threads: int,
     evict: bool,
+    plaintext: bool,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -72,6 +74,7 @@ def cp(
                 threads=threads,
                 evict=evict,
                 dry_run=dry_run,
+                plaintext=plaintext or dry_run,
                 advance=advance,
             )
     if as_json:

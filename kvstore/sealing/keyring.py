@@ -44,13 +44,14 @@ class DataKey(NamedTuple):
 class Ring:
     """The data keys as the file had them at one moment.
 
-    `current` has a tenant's key for what is stored now, `keys` every key by its id. `destroyed` are ids of keys that
-    are no more.
+    `current` has a tenant's key for what is stored now, `keys` every key by its id, `tenants` whose it is. `destroyed`
+    are ids of keys that are no more.
     """
 
     current: Mapping[str, DataKey] = field(default_factory=dict[str, DataKey], repr=False)
     keys: Mapping[bytes, bytes] = field(default_factory=dict[bytes, bytes], repr=False)
     destroyed: frozenset[bytes] = frozenset()
+    tenants: Mapping[bytes, str] = field(default_factory=dict[bytes, str], repr=False)
 
 
 class Keyring:
@@ -223,7 +224,8 @@ class Keyring:
             keys[entry.id] = key
             if entry.current:
                 current[entry.tenant] = DataKey(entry.id, key)
-        self._ring = Ring(current, keys, frozenset(document.destroyed))
+        tenants = {entry.id: entry.tenant for entry in document.keys}
+        self._ring = Ring(current, keys, frozenset(document.destroyed), tenants)
 
 
 def _read(path: Path) -> tuple[Document, int]:

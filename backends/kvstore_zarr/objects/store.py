@@ -17,12 +17,13 @@ from kvstore.abc import REFUSE_S, BlockStore, Capabilities
 from kvstore.errors import InvalidOptionError, StoreNotFoundError, StoreOpenError, TierUnavailable
 from kvstore.graveyard import Graveyard
 from kvstore.inuse import InUse
+from kvstore.layout import as_bytes
 from kvstore.objects.faults import RequestFailed
 from kvstore.objects.opening import opened
 from kvstore.objects.settings import LOOKUP_TTL, OPTIONS, OPTIONS_OF_DIRECTORIES, SWEEP, Place
 from kvstore.objects.side import side_by_side
 from kvstore.retention import Retention
-from kvstore.sealing import PLAIN, open_sealer
+from kvstore.sealing import PLAIN, check_options, open_sealer
 from kvstore.tombs import refused_until
 from kvstore.types import BlockInfo, GetOutcome, Leftover, PutOutcome, Residue, Usage
 from kvstore.url import READONLY, Option, TierURL
@@ -80,6 +81,7 @@ class ObjectZarrStore(BlockStore):
             raise InvalidOptionError(f"{url}: over {place.scheme}:// nothing can be written: leave out readonly")
         self._readonly = url.option(READONLY) or place.is_readonly
         self._capacity = wanted_capacity(url)
+        check_options(url)
         self._client, folders = opened(url, place)
         self._documents = Documents(self._client)
         self._ages = Ages(Retention.of(url))
@@ -314,6 +316,19 @@ class ObjectZarrStore(BlockStore):
                     elif entry.path.endswith(METADATA_NAME):
                         overhead += entry.size
         return Usage(blocks, used, overhead=overhead, capacity=self._capacity)
+
+    def sealed_with(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bytes | None]:
+        def key_id(key: BlockKey) -> bytes | None:
+            frame = tree.frames[key.group]
+            data = self._client.get(tree.block(key), frame.whole)
+            closing = as_bytes(b"" if data is None else data)
+            facts = frame.facts(closing) if closing.nbytes == frame.closing else None
+            return None if facts is None else facts.key_id or None
+
+        with self._at_work():
+            _check(namespace, keys)
+            tree = self._tree(namespace)
+            return side_by_side(key_id, keys, TRANSFERS)
 
     def zarr_array(self, namespace: Namespace, key: BlockKey) -> zarr.Array[Any]:
         """The block as a zarr array of its layout's shape, which reads the stored chunk when values are asked for."""

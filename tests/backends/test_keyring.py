@@ -1,0 +1,252 @@
+"""The keyring: one document for many processes, whole at every moment, without what was destroyed."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from kvstore import BlockKey
+from kvstore.errors import InvalidOptionError, KeyringError
+from kvstore.rekeying import rewrap
+from kvstore.sealing import SEAL_BYTES, DataKey, Keyring, KeySource, Unsealed, seal_into, unseal_into
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KEY, OTHER = bytes(range(7, 39)), bytes(range(140, 172))
+SPACE, BLOCK = b"n" * 16, BlockKey(b"d" * 32, group=3)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "keyring.json"
+
+
+class TestOperatorKeys:
+    @pytest.mark.parametrize("text", [base64.b64encode(KEY).decode(), KEY.hex(), KEY.hex().upper()])
+    def test_they_come_from_the_environment_or_a_file_in_base64_or_hex(
+        self, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("OPERATOR_KEY", text)
+        (tmp_path / "key").write_text(f"{text}\n")
+        assert KeySource.parse("env:OPERATOR_KEY").read() == KEY == KeySource.parse(f"file:{tmp_path}/key").read()
+
+    @pytest.mark.parametrize(
+        "weak",
+        [
+            "", "short", base64.b64encode(bytes(16)).decode(), base64.b64encode(bytes(32)).decode(), "ab" * 32,
+            base64.b64encode(b"correct horse battery staple 012").decode(), "!" * 44,
+        ],
+    )  # fmt: skip
+    def test_weak_ones_are_refused_with_a_remedy_and_never_shown(
+        self, weak: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("OPERATOR_KEY", weak)
+        with pytest.raises(InvalidOptionError, match="openssl rand -base64 32") as error:
+            KeySource.parse("env:OPERATOR_KEY").read()
+        assert not weak or weak not in str(error.value)
+
+    @pytest.mark.parametrize("text", [KEY.hex(), f"env:{KEY.hex()}", "env:9x", "file:relative", "vault:x", "env:A B"])
+    def test_what_names_no_key_is_refused_without_being_shown(self, text: str) -> None:
+        with pytest.raises(ValueError, match="env:NAME") as error:
+            KeySource.parse(text)
+        assert text not in str(error.value)
+
+
+class TestDocument:
+    def test_every_process_finds_a_tenants_key_and_each_tenant_has_its_own(self, path: Path) -> None:
+        one, other = Keyring.open(path, KEY), Keyring.open(path, KEY)
+        made = one.data_key("acme")
+        assert other.data_key("acme") == made == Keyring.open(path, KEY).data_key("acme")
+        assert other.data_key("") != made
+        assert one.tenants() == ["", "acme"]
+        assert one.key(made.id) == made.key
+        assert one.key(bytes(16)) is None
+
+    def test_its_files_are_for_the_owner_and_have_no_key_in_the_clear(self, path: Path) -> None:
+        made = Keyring.open(path, KEY).data_key("acme")
+        assert sorted(file.name for file in path.parent.iterdir()) == ["keyring.json", "keyring.json.lock"]
+        for file in path.parent.iterdir():
+            assert file.stat().st_mode & 0o777 == 0o600
+        text = path.read_text()
+        assert made.key.hex() not in text
+        assert KEY.hex() not in text
+        assert made.key.hex() not in repr(made)
+
+    def test_another_operators_key_opens_nothing(self, path: Path) -> None:
+        Keyring.open(path, KEY)
+        with pytest.raises(KeyringError, match="another operator's key"):
+            Keyring.open(path, OTHER)
+
+    def test_what_is_no_keyring_is_left_as_it_is(self, path: Path) -> None:
+        for text in ("", "{}", "[]", '{"kvstore_keyring": 1}', "\0"):
+            path.write_text(text)
+            with pytest.raises(KeyringError, match="restore it"):
+                Keyring.open(path, KEY)
+            assert path.read_text() == text
+        path.write_text('{"kvstore_keyring": 2}')
+        with pytest.raises(KeyringError, match="upgrade"):
+            Keyring.open(path, KEY)
+
+    def test_no_entry_can_be_passed_off_as_another_tenants(self, path: Path) -> None:
+        keyring = Keyring.open(path, KEY)
+        keyring.data_key("acme")
+        document = json.loads(path.read_text())
+        document["keys"][0]["tenant"] = "evil"
+        path.write_text(json.dumps(document))
+        fresh = Keyring.open(path, KEY)
+        assert fresh.tenants() == []
+        assert not fresh.ring().keys
+
+    def test_one_that_is_not_there_is_made_only_where_that_is_asked(self, path: Path) -> None:
+        with pytest.raises(KeyringError, match="not there"):
+            Keyring.open(path, KEY, create=False)
+        assert not path.exists()
+
+    def test_a_file_that_nobody_may_write_serves_the_tenants_that_it_has(self, path: Path) -> None:
+        keyring = Keyring.open(path, KEY)
+        made = keyring.data_key("acme")
+        (path.parent / "keyring.json.lock").unlink()
+        (path.parent / "keyring.json.lock").mkdir()  # as a folder that cannot be written to
+        assert keyring.data_key("acme") == made
+        with pytest.raises(KeyringError, match="cannot be changed"):
+            keyring.data_key("other")
+
+
+class TestDestruction:
+    def test_a_destroyed_key_serves_nobody_from_the_next_batch_on(self, path: Path) -> None:
+        one, other = Keyring.open(path, KEY), Keyring.open(path, KEY)
+        made, kept = one.data_key("acme"), one.data_key("")
+        assert other.key(made.id) == made.key
+        assert one.destroy("acme") is True
+        assert other.key(made.id) is None
+        assert made.id in other.ring().destroyed
+        assert other.key(kept.id) == kept.key
+        assert one.destroy("acme") is False
+        assert other.data_key("acme").id != made.id
+        assert made.id.hex() in path.read_text()
+        assert not re.search(f'"id": "{made.id.hex()}"', path.read_text())
+
+    def test_a_keyring_that_is_gone_opens_nothing_and_is_not_made_anew(self, path: Path) -> None:
+        keyring = Keyring.open(path, KEY)
+        made = keyring.data_key("acme")
+        path.unlink()
+        assert keyring.key(made.id) is None
+        with pytest.raises(KeyringError):
+            keyring.data_key("acme")
+        assert not path.exists()
+
+    def test_one_that_was_put_in_its_place_opens_nothing(self, path: Path) -> None:
+        keyring = Keyring.open(path, KEY)
+        made = keyring.data_key("acme")
+        path.unlink()
+        Keyring.open(path, KEY).data_key("acme")
+        assert keyring.key(made.id) is None
+        with pytest.raises(KeyringError, match="another keyring"):
+            keyring.data_key("new")
+
+
+class TestRewrapping:
+    def test_who_has_it_open_goes_on_with_what_it_knows(self, path: Path) -> None:
+        keyring = Keyring.open(path, KEY)
+        made = keyring.data_key("acme")
+        rewrap({str(path): KEY}, OTHER)
+        rewrap({str(path): KEY}, OTHER)  # again, as after an interruption
+        assert keyring.data_key("acme") == made == Keyring.open(path, OTHER).data_key("acme")
+        with pytest.raises(KeyringError, match="changed meanwhile"):
+            keyring.data_key("new")
+        with pytest.raises(KeyringError, match="another operator's key"):
+            Keyring.open(path, KEY)
+        Keyring.open(path, OTHER).destroy("acme")
+        assert keyring.key(made.id) is None
+
+    def test_of_neither_key_it_is_left(self, path: Path) -> None:
+        Keyring.open(path, KEY)
+        with pytest.raises(KeyringError, match="another operator's key"):
+            rewrap({str(path): os.urandom(32)}, OTHER)
+
+
+def _make_keys(path: str, tenants: list[str]) -> dict[str, DataKey]:
+    keyring = Keyring.open(path, KEY_OF_CHILDREN)
+    return {tenant: keyring.data_key(tenant) for tenant in tenants}
+
+
+KEY_OF_CHILDREN = bytes(range(100, 132))
+
+
+def test_processes_that_make_keys_at_once_agree_on_them(path: Path) -> None:
+    tenants = [f"tenant-{number}" for number in range(12)]
+    with ProcessPoolExecutor(4, mp_context=get_context("spawn")) as pool:
+        found = [
+            job.result()
+            for job in [pool.submit(_make_keys, str(path), tenants[shift:] + tenants[:shift]) for shift in (0, 3, 6, 9)]
+        ]
+    assert found[0] == found[1] == found[2] == found[3]
+    assert Keyring.open(path, KEY_OF_CHILDREN).tenants() == sorted(tenants)
+
+
+WRITER = """
+import sys
+from kvstore.sealing import Keyring
+keyring = Keyring.open(sys.argv[1], bytes(range(100, 132)))
+print("ready", flush=True)
+for number in range(100000):
+    keyring.data_key(f"{sys.argv[2]}-{number}")
+    print(number, flush=True)
+"""
+
+
+def test_a_process_killed_while_it_writes_leaves_a_whole_keyring(path: Path) -> None:
+    kept = Keyring.open(path, KEY_OF_CHILDREN).data_key("")
+    for run in range(6):
+        command = [sys.executable, "-c", WRITER, str(path), str(run)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            time.sleep(0.003 * (run + 1))
+            writer.send_signal(signal.SIGKILL)
+            told = [int(line) for line in writer.stdout.read().split()]
+        after = Keyring.open(path, KEY_OF_CHILDREN)
+        assert after.data_key("") == kept
+        assert {f"{run}-{number}" for number in told} <= set(after.tenants())
+
+
+class TestSealedBlocks:
+    def test_each_sealing_differs_and_opens_to_the_same(self, path: Path) -> None:
+        keyring = Keyring.open(path, KEY)
+        payload, data_key = np.arange(5000, dtype=np.uint8), keyring.data_key("acme")
+        one, other, into = (np.zeros(size, np.uint8) for size in (5000 + SEAL_BYTES, 5000 + SEAL_BYTES, 5000))
+        for sealed in (one, other):
+            seal_into(sealed, payload, data_key, SPACE, BLOCK)
+            assert unseal_into(keyring.ring(), sealed, into, SPACE, BLOCK) is Unsealed.GOOD
+            assert np.array_equal(into, payload)
+        assert not np.array_equal(one[128:], other[128:])
+
+    def test_no_bit_of_it_can_change_nor_can_it_be_another_blocks(self, path: Path) -> None:
+        keyring = Keyring.open(path, KEY)
+        data_key, into = keyring.data_key("acme"), np.zeros(300, np.uint8)
+        sealed = np.zeros(300 + SEAL_BYTES, np.uint8)
+        seal_into(sealed, into, data_key, SPACE, BLOCK)
+        for byte in range(sealed.nbytes):
+            damaged = sealed.copy()
+            damaged[byte] ^= 1 << byte % 8
+            found = unseal_into(keyring.ring(), damaged, into, SPACE, BLOCK)
+            assert found is (Unsealed.UNKNOWN if 16 <= byte < 32 else Unsealed.DAMAGED), byte
+        ring = keyring.ring()
+        assert unseal_into(ring, sealed, into, b"m" * 16, BLOCK) is Unsealed.DAMAGED
+        assert unseal_into(ring, sealed, into, SPACE, BlockKey(BLOCK.digest, 2)) is Unsealed.DAMAGED
+        assert unseal_into(ring, sealed, into, SPACE, BlockKey(b"e" * 32, 3)) is Unsealed.DAMAGED
+        assert unseal_into(ring, sealed, into, SPACE, BLOCK, key_id=bytes(16)) is Unsealed.DAMAGED
+        assert unseal_into(ring, sealed[:-1].copy(), into, SPACE, BLOCK) is Unsealed.DAMAGED
