@@ -22,7 +22,7 @@ from kvstore.errors import MissingDependencyError
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PACKAGES = ("kvstore", "kvstore_memory", "kvstore_zarr", "kvstore_lmdb")
+PACKAGES = ("kvstore", "kvstore_memory", "kvstore_zarr", "kvstore_lmdb", "kvstore_redis")
 COMES_WITH_VLLM = {"vllm", "huggingface_hub", "tokenizers"}
 """vLLM is what `kvstore/vllm` runs inside of and does not install; the other two come with it. Only there."""
 HEAVY = ("torch", "zarr", "lmdb", "transformers", "fsspec", "rich", "click", "ml_dtypes", "kvstore_")
