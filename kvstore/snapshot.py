@@ -158,6 +158,12 @@ class Snapshot:
                 yield victim
         yield from sorted(young, key=lambda victim: self._catalog.noted(victim.address))
 
+    def addresses(self, prefix: bytes) -> Iterator[bytes]:
+        """Every address that begins with `prefix` (a fingerprint and more), in order."""
+        cursor = self.txn.cursor(self._meta)
+        keys = cursor.iternext(values=False) if cursor.set_range(prefix) else iter(())
+        return takewhile(lambda address: address.startswith(prefix), (bytes(key) for key in keys))
+
     def scan(self, fingerprint: bytes, after: bytes = b"") -> Iterator[Entry]:
         """Every entry of one namespace in address order, from the first one behind the address `after`."""
         cursor = self.txn.cursor(self._meta)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from kvstore.integrity import crc32c
@@ -68,6 +69,12 @@ class BlockFacts:
     """Of the data key that a sealed payload is sealed with."""
 
 
+@lru_cache
+def _widths(digest_bytes: int) -> tuple[int, ...]:
+    full, rest = divmod(digest_bytes - 1, WORD_BYTES)
+    return (WORD_BYTES,) * full + ((rest,) if rest else ())
+
+
 @dataclass(frozen=True, slots=True)
 class DigestWords:
     """How a digest becomes a place in a sparse array: the first byte a folder, the rest words of up to 7 bytes."""
@@ -77,8 +84,7 @@ class DigestWords:
     @property
     def widths(self) -> tuple[int, ...]:
         """Bytes in each word; all are full but the last."""
-        full, rest = divmod(self.digest_bytes - 1, WORD_BYTES)
-        return (WORD_BYTES,) * full + ((rest,) if rest else ())
+        return _widths(self.digest_bytes)
 
     def folder(self, digest: bytes) -> str:
         """The name of the array that holds `digest`: its first byte in hex."""

@@ -49,6 +49,7 @@ SEAL_CODEC = "kvstore.aes256gcm"
 _ATTRIBUTE = "kvstore"
 _SEALED = "sealed"
 _NAME = re.compile("[0-9a-f]{32}")
+_FOLDER, _WORD = re.compile("[0-9a-f]{2}"), re.compile("0|[1-9][0-9]*", re.ASCII)
 _ARRAY = re.compile("[0-9a-f]{2}")
 _LARGEST_MANIFEST = 16 << 20
 
@@ -90,10 +91,10 @@ class NamespaceTree:
         suffix = self._suffixes[group]
         if not name.endswith(suffix):
             raise ValueError(f"{name} is not the name of a block of group {group}")
-        key = BlockKey(self._words.digest(folder, tuple(map(int, name.removesuffix(suffix).split(".")))), group)
-        if self.block(key) != f"{self._groups[group]}/{folder}/{name}":
-            raise ValueError(f"{name} is not how a block's name is written")
-        return key
+        words = name.removesuffix(suffix).split(".")
+        if not _FOLDER.fullmatch(folder) or not all(map(_WORD.fullmatch, words)):
+            raise ValueError(f"{folder}/{name} is not how a block's name is written")
+        return BlockKey(self._words.digest(folder, tuple(map(int, words))), group)
 
     def key_at(self, path: str) -> BlockKey | None:
         """The key of the block whose file is `path`, relative to the store's root; None if that is no block's."""

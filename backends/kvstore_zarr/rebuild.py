@@ -7,20 +7,19 @@ What was said of blocks (`kvstore.marks`) stands in the catalogue alone: it is t
 
 from __future__ import annotations
 
-import os
+import logging
 import struct
+import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
-
-from kvstore.catalog import Entry, address_of
-from kvstore.files import NotAFileError, open_file
+from kvstore.catalog import Entry
 from kvstore.lmdb_files import readable
 from kvstore.lmdb_pages import PageError
 from kvstore_zarr.metadata import namespaces_in
 from kvstore_zarr.removal import erase, overwrite
+from kvstore_zarr.tails import TailReader, block_files, block_folders
 from kvstore_zarr.tier import DRAFTS
 
 if TYPE_CHECKING:
@@ -29,17 +28,19 @@ if TYPE_CHECKING:
 
     from kvstore.catalog import Change
     from kvstore.marks import Mark
-    from kvstore.types import BlockKey
     from kvstore_zarr.metadata import NamespaceTree
     from kvstore_zarr.tier import LocalTier
 
-__all__ = ["Marks", "block_files", "marks_in", "publish", "read_entry", "rebuild"]
+__all__ = ["Marks", "marks_in", "publish", "rebuild"]
 
 Marks: TypeAlias = "dict[bytes, tuple[Mark, ...]]"
 """By address."""
 
 ENTRIES_AT_ONCE = 4096
-"""Entries published per transaction."""
+"""Entries published per transaction, a folder more or less."""
+TOLD_EVERY_S = 5.0
+
+_log = logging.getLogger("kvstore.file")
 
 
 def marks_in(catalogue: Path) -> Marks:
@@ -65,20 +66,54 @@ def rebuild(tier: LocalTier, marks: Marks | None = None) -> None:
         marks = change.all_marks() if marks is None else marks
         change.clear()
         tier.folders.forget(change.txn)
-    for tree in namespaces_in(tier.root, tier.seal)[0]:
-        with tier.catalog.write() as change:
-            change.add_namespace(tree.namespace)
-        batch: list[Entry] = []
-        for entry in _entries(tier.root, tree):
-            batch.append(replace(entry, marks=marks.get(entry.address, ())))
-            if len(batch) == ENTRIES_AT_ONCE:
-                publish(tier, batch)
-                batch = []
-        publish(tier, batch)
+    told = _Told(tier)
+    with TailReader() as reader:
+        for tree in namespaces_in(tier.root, tier.seal)[0]:
+            with tier.catalog.write() as change:
+                change.add_namespace(tree.namespace)
+            for batch in _batches(tier, tree, reader):
+                publish(tier, [_marked(entry, marks) for entry in batch])
+                told.more(len(batch))
     measured = tier.folders.measure_all()
     with tier.catalog.write() as change:
         tier.folders.record(change.txn, measured)
         tier.account(change)
+
+
+def _marked(entry: Entry, marks: Marks) -> Entry:
+    said = marks.get(entry.address)
+    return replace(entry, marks=said) if said else entry
+
+
+def _batches(tier: LocalTier, tree: NamespaceTree, reader: TailReader) -> Iterator[list[Entry]]:
+    """What the files say of their blocks, some folders at a time; a file that is no block goes."""
+    batch: list[Entry] = []
+    for group, folder in block_folders(tree):
+        files = block_files(tier.root, tree, group, folder)
+        for tail in reader.read(tree, list(files.values())):
+            if tail.entry is not None:
+                batch.append(tail.entry)
+            elif not tail.gone:
+                erase(tail.file.path)
+        if len(batch) >= ENTRIES_AT_ONCE:
+            yield batch
+            batch = []
+    yield batch
+
+
+@dataclass(slots=True)
+class _Told:
+    """Says now and then how far it is, so that nobody takes an opening that lasts for one that hangs."""
+
+    tier: LocalTier
+    blocks: int = 0
+    when: float = field(default_factory=time.monotonic)
+
+    def more(self, blocks: int) -> None:
+        self.blocks += blocks
+        if time.monotonic() - self.when > TOLD_EVERY_S:
+            self.when = time.monotonic()
+            _log.warning("%s: its catalogue is made anew: %d blocks so far", self.tier.root, self.blocks)
 
 
 def publish(tier: LocalTier, entries: Sequence[Entry]) -> int:
@@ -100,48 +135,3 @@ def _skip_generations(change: Change, last: int) -> None:
     behind = last + 1 - change.totals().next_generation
     if behind > 0:
         change.generations(behind)
-
-
-def _entries(root: Path, tree: NamespaceTree) -> Iterator[Entry]:
-    for key, path in block_files(root, tree):
-        entry = read_entry(tree, key, path)
-        if entry is None:
-            erase(path)
-        else:
-            yield entry
-
-
-def block_files(root: Path, tree: NamespaceTree) -> Iterator[tuple[BlockKey, str]]:
-    """The keys and paths of all files that have the name of a block."""
-    for group in range(len(tree.frames)):
-        array = root / tree.group_folder(group)
-        for folder in sorted(array.iterdir()) if array.is_dir() else ():
-            for file in os.scandir(folder) if folder.is_dir() else ():
-                try:
-                    yield tree.key(group, folder.name, file.name), file.path
-                except (ValueError, OverflowError):
-                    continue
-
-
-def read_entry(tree: NamespaceTree, key: BlockKey, path: str) -> Entry | None:
-    """What the file says of its block; None if it cannot be a whole block of that key."""
-    frame = tree.frames[key.group]
-    try:
-        fd = open_file(path, os.O_RDONLY)
-    except NotAFileError:
-        return None
-    try:
-        status = os.fstat(fd)
-        occupied = status.st_blocks * 512
-        if status.st_size != frame.file_bytes or occupied < frame.file_bytes:
-            return None
-        closing = np.frombuffer(os.pread(fd, frame.closing, frame.whole), dtype=np.uint8)
-    finally:
-        os.close(fd)
-    facts = frame.facts(closing)
-    if facts is None or facts.key != key or facts.fingerprint != tree.namespace.fingerprint:
-        return None
-    return Entry(
-        address_of(tree.namespace, key), occupied, facts.created, facts.created, facts.generation,
-        position=facts.position, parent=facts.parent,
-    )  # fmt: skip

@@ -12,16 +12,19 @@ import math
 import os
 import time
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore.catalog import address_of
+from kvstore.types import BlockKey
 from kvstore_zarr.metadata import namespaces_in
 from kvstore_zarr.put import make_room
-from kvstore_zarr.rebuild import block_files, publish, read_entry
-from kvstore_zarr.removal import erase, inode_of, remove
+from kvstore_zarr.rebuild import publish
+from kvstore_zarr.removal import erase, remove
+from kvstore_zarr.tails import BlockFile, TailReader, block_files, block_folders
 
 if TYPE_CHECKING:
-    from kvstore.types import BlockKey
+    from collections.abc import Callable
+
     from kvstore_zarr.metadata import NamespaceTree
     from kvstore_zarr.tier import LocalTier
 
@@ -29,6 +32,12 @@ __all__ = ["Reindexed", "reindex"]
 
 FILES_AT_ONCE = 256
 """Names locked at a time: a put of one of them waits for so many reads of a page."""
+
+Progress: TypeAlias = "Callable[[int], object]"
+
+
+def _silent(blocks: int) -> None:
+    del blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +55,21 @@ class Reindexed:
         return Reindexed(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
-def reindex(tier: LocalTier, *, unreadable_for_s: float = math.inf) -> Reindexed:
+def reindex(tier: LocalTier, *, unreadable_for_s: float = math.inf, progress: Progress = _silent) -> Reindexed:
     """Make the catalogue know the files, and forget what is gone; then evict down to the capacity, if there is one.
 
-    A file that is no whole block is removed once nobody has written it for `unreadable_for_s`.
+    A file that is no whole block is removed once nobody has written it for `unreadable_for_s`. `progress` is told, of
+    each folder, how many blocks were compared.
     """
     found = Reindexed()
-    for tree in namespaces_in(tier.root, tier.seal)[0]:
-        if tier.is_aside(tree.namespace.fingerprint):
-            continue
-        with tier.catalog.write() as change:
-            change.add_namespace(tree.namespace)
-        found += Reindexed(removed=_forget(tier, tree))
-        batch: dict[bytes, tuple[BlockKey, str]] = {}
-        for key, path in block_files(tier.root, tree):
-            batch[address_of(tree.namespace, key)] = key, path
-            if len(batch) == FILES_AT_ONCE:
-                found += _add(tier, tree, batch, unreadable_for_s)
-                batch = {}
-        found += _add(tier, tree, batch, unreadable_for_s)
+    with TailReader() as reader:
+        for tree in namespaces_in(tier.root, tier.seal)[0]:
+            if tier.is_aside(tree.namespace.fingerprint):
+                continue
+            with tier.catalog.write() as change:
+                change.add_namespace(tree.namespace)
+            for group, folder in block_folders(tree):
+                found += _compare(_Folder(tier, tree, reader, group, folder), unreadable_for_s, progress)
     measured = tier.folders.measure_all()
     with tier.catalog.write() as change:
         tier.folders.record(change.txn, measured)
@@ -73,29 +78,42 @@ def reindex(tier: LocalTier, *, unreadable_for_s: float = math.inf) -> Reindexed
     return found
 
 
-def _forget(tier: LocalTier, tree: NamespaceTree) -> int:
-    """Take out the entries whose files are gone."""
-    with tier.catalog.read() as snapshot:
-        known = [entry.address for entry in snapshot.scan(tree.namespace.fingerprint)]
-    gone = [address for address in known if (path := tier.path(address)) is not None and inode_of(path) is None]
-    return sum(remove(tier, gone, seen=dict.fromkeys(gone))) if gone else 0
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    tier: LocalTier
+    tree: NamespaceTree
+    reader: TailReader
+    group: int
+    name: str
 
 
-def _add(
-    tier: LocalTier, tree: NamespaceTree, files: dict[bytes, tuple[BlockKey, str]], unreadable_for_s: float
-) -> Reindexed:
+def _compare(folder: _Folder, unreadable_for_s: float, progress: Progress) -> Reindexed:
+    """Bring one folder and what the catalogue knows of it together."""
+    tier, tree = folder.tier, folder.tree
+    prefix = address_of(tree.namespace, BlockKey(bytes.fromhex(folder.name), folder.group))
+    with (
+        tier.catalog.read() as snapshot
+    ):  # first: what is put from now on is a file that is looked at, and known by then
+        known = set(snapshot.addresses(prefix))
+    files = block_files(tier.root, tree, folder.group, folder.name)
+    gone = list(known - files.keys())
+    found = Reindexed(removed=sum(remove(tier, gone, seen=dict.fromkeys(gone))) if gone else 0)
+    unknown = [address for address in files if address not in known]
+    for start in range(0, len(unknown), FILES_AT_ONCE):
+        some = {address: files[address] for address in unknown[start : start + FILES_AT_ONCE]}
+        found += _add(folder, some, unreadable_for_s)
+    progress(len(known | files.keys()))
+    return found
+
+
+def _add(folder: _Folder, files: dict[bytes, BlockFile], unreadable_for_s: float) -> Reindexed:
     """Make entries of those files that are blocks."""
-    with tier.catalog.read() as snapshot:
-        present = snapshot.contains(list(files))
-    unknown = [address for address, known in zip(files, present, strict=True) if not known]
-    if not unknown:
-        return Reindexed()
-    with tier.names.hold(unknown):
-        there = [files[address] for address in unknown if inode_of(files[address][1]) is not None]
-        read = [(path, read_entry(tree, key, path)) for key, path in there]
-        entries = [entry for _, entry in read if entry is not None]
-        bad = [path for path, entry in read if entry is None]
+    tier = folder.tier
+    with tier.names.hold(files):
+        tails = [tail for tail in folder.reader.read(folder.tree, list(files.values())) if not tail.gone]
+        bad = [tail.file.path for tail in tails if tail.entry is None]
         old = [path for path in bad if time.time() - os.lstat(path).st_mtime > unreadable_for_s]
         for path in old:
             erase(path)
-        return Reindexed(publish(tier, entries), 0, len(bad), len(old))
+        added = publish(tier, [tail.entry for tail in tails if tail.entry is not None])
+        return Reindexed(added, 0, len(bad), len(old))

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from kvstore.scrub import Scrubbed
     from kvstore.snapshot import Snapshot
     from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, Residue
-    from kvstore_zarr.reindex import Reindexed
+    from kvstore_zarr.reindex import Progress, Reindexed
     from kvstore_zarr.tier import LocalTier
 
 __all__ = ["LocalZarrStore"]
@@ -246,16 +246,17 @@ class LocalZarrStore(BlockStore):
                 return [False] * len(addresses)
             return tier.catalog.unmark(addresses, mark)
 
-    def reindex(self) -> Reindexed:
+    def reindex(self, progress: Progress = lambda _: None) -> Reindexed:
         """Make the catalogue know blocks whose files came another way, as a copy, and forget those that are gone.
 
         May run while the tier is in use, here and elsewhere. Under a capacity the oldest blocks are evicted then, as
-        ever. Raises `StoreAccessError` when the store is read-only.
+        ever. `progress` is told how many blocks more were compared. Raises `StoreAccessError` when the store is
+        read-only.
         """
         if self._tier.readonly:
             raise StoreAccessError(f"{self.url}: a tier that was opened read-only cannot be reindexed")
         with self._using() as tier:
-            return reindex(tier)
+            return reindex(tier, progress=progress)
 
     def repair(self) -> list[Repaired]:
         with self._using() as tier:

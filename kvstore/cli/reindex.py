@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.cli._common import emit_json, json_option
+from kvstore.cli._common import emit_json, json_option, progress
 from kvstore.errors import ConfigurationError
 from kvstore.registry import open_store
 from kvstore.url import TierURL
@@ -30,7 +30,8 @@ def reindex(url: str, as_json: bool) -> None:
     """
     tier = TierURL.parse(url)
     with open_store(tier) as store:
-        found = asdict(_reindexing(store)())
+        with progress("compared", store.usage().blocks or None) as advance:
+            found = asdict(_reindexing(store)(advance))
         del found["erased"]  # which only a repair does
         if as_json:
             emit_json({"url": str(tier), **found})

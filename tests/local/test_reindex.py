@@ -62,6 +62,19 @@ def test_what_was_removed_behind_the_tiers_back_is_forgotten(copied: str, tmp_pa
         assert store.usage().blocks == len(held(store)) == 5
 
 
+def test_a_folder_that_was_removed_is_forgotten_and_each_block_is_compared_once(copied: str, tmp_path: Path) -> None:
+    with open_store(copied) as store:
+        assert isinstance(store, LocalZarrStore)
+        compared: list[int] = []
+        assert store.reindex(compared.append).added == 5
+        assert sum(compared) == 6
+        block = next(iter((tmp_path / "here" / SPACE.name).rglob("*.0")))
+        lost = len(list(block.parent.glob("*.0")))
+        shutil.rmtree(block.parent)
+        assert store.reindex().removed == lost
+        assert store.usage().blocks == len(held(store)) == 6 - lost
+
+
 def test_what_is_no_block_is_left_where_it_is(copied: str, tmp_path: Path) -> None:
     other = next(iter((tmp_path / "there" / SPACE.name).rglob("*.0")))
     place = tmp_path / "here" / other.relative_to(tmp_path / "there")
