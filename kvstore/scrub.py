@@ -185,6 +185,9 @@ class Scrubber:
             self._done = done = replace(done, began=now, after="00")
         began = time.monotonic()
         batch, nbytes, last = self._next(bytes.fromhex(done.after))
+        if not last and done.after == "00":  # an empty tier: the pass begins when there is something
+            self._done = replace(done, began=0.0, after="")
+            return LOOK_AGAIN_S
         if not last:
             self._save(replace(done, passes=done.passes + 1, ended=now, after=""))
             return 0.0

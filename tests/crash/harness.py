@@ -101,6 +101,10 @@ class Crew:
             self._workers[seat] = self._context.Process(target=worker.work, args=(*arguments, self.site.complaints))
             self._workers[seat].start()
 
+    def pids(self, seats: list[int]) -> list[int | None]:
+        """The processes of workers."""
+        return [self._workers[seat].pid for seat in seats]
+
     def kill(self, seats: list[int]) -> int:
         """SIGKILL these workers at once; how many were inside a put as they died."""
         killed = [self._workers.pop(seat) for seat in seats]

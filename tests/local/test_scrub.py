@@ -184,6 +184,16 @@ def test_who_only_looks_scrubs_nothing_and_is_told_what_was_done(url: str, capsy
     assert "scrub: 24 blocks, 1.6 MB, 0 corrupt; the last whole pass ended" in capsys.readouterr().out
 
 
+def test_what_is_put_into_an_empty_tier_is_scrubbed_today(scheme: str, root: Path) -> None:
+    with open_store(f"{scheme}://{root}", scrub="100MB/s") as store:
+        until(lambda: bool(list(root.rglob("scrub"))))
+        time.sleep(0.2)
+        assert done(store).passes == 0
+        store.put_many(SPACE, writes(NUMBERS))
+        until(lambda: done(store).passes == 1)
+        assert done(store).blocks > 0
+
+
 def test_a_rate_that_is_none_is_an_error(scheme: str, root: Path) -> None:
     for wrong in ("fast", "-1", "1MB/min", True):
         with pytest.raises(InvalidOptionError, match="50MB/s"):

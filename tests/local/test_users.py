@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def as_user(uid: int, url: str, numbers: range, umask: int = 0o077) -> None:
-    """Open, put, read and close in a process of that user."""
+def as_user(uid: int, url: str, numbers: range, umask: int = 0o077, group: int = 0) -> None:
+    """Open, put, read and close in a process of that user, whose group is one of its own if none is given."""
     source = f"""
 import kvstore, os, tempfile
 from kvstore.testing.supply import SPACE, get, writes
 scheme = {url!r}.split(":")[0]
 with tempfile.TemporaryDirectory() as folder, kvstore.open_store(scheme + "://" + folder + "/t") as store:
     store.put_many(SPACE, writes([1])), get(store, [1])  # imports all that the user below may not be able to read
-os.umask({umask}); os.setgroups([]); os.setresgid({uid}, {uid}, {uid}); os.setresuid({uid}, {uid}, {uid})
+os.umask({umask}); os.setgroups([]); os.setresgid(*[{group or uid}] * 3); os.setresuid({uid}, {uid}, {uid})
 with kvstore.open_store({url!r}) as store:
     print([outcome.name for outcome in store.put_many(SPACE, writes(range({numbers.start}, {numbers.stop})))])
     print([outcome.name for outcome in get(store, range({numbers.stop}))])
@@ -83,6 +83,23 @@ class TestTwoUsers:
         as_user(65532, url, range(15, 20))
         as_user(65533, f"{url}?capacity=16MB", range(20, 25))
         as_user(65532, url, range(25, 30))
+
+    def test_two_users_of_one_group_share_a_tier_and_nobody_else_does(self, scheme: str, open_parents: Path) -> None:
+        if os.geteuid() != 0:
+            pytest.skip("two users take root")
+        shared, group = open_parents / "shared", 65530
+        shared.mkdir()
+        os.chown(shared, 0, group)
+        shared.chmod(0o2770)  # as for any folder that a group works in: what is made there is the group's
+        url = f"{scheme}://{shared}/tier"
+        as_user(65533, f"{url}?mode=0660", range(5), group=group)
+        as_user(65532, url, range(5, 10), group=group)
+        as_user(65533, url, range(10, 15), group=group)
+        found = [shared / "tier", *(shared / "tier").rglob("*")]
+        assert {path.stat().st_mode & 0o007 for path in found} == {0}
+        assert {path.stat().st_gid for path in found} == {group}
+        with pytest.raises(AssertionError, match="StoreAccessError"):
+            as_user(65531, url, range(15, 20))
 
 
 class TestWhatIsSaid:
