@@ -4,12 +4,15 @@ one by one.
 
 from __future__ import annotations
 
+import json
+import struct
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import raw
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from sealing_helpers import key_file, operator_key, sealed
 from tiers import Tier
 
@@ -320,3 +323,24 @@ def test_blocks_of_a_length_that_is_no_whole_number_of_anything(scheme: str, tmp
         assert store.put_many(space, put) == [STORED] * 5
         assert len(set(store.sealed_with(space, [block.key for block in put]))) == 1
         assert [get(store, [1], space, group) for group in range(5)] == [[HIT]] * 5
+
+
+def test_a_block_is_read_with_nothing_but_the_page_on_formats(tmp_path: Path) -> None:
+    url = sealed(f"file://{tmp_path}/tier", tmp_path)
+    with open_store(url) as store:
+        store.put_many(SPACE, [of_tenant(1, "acme")])
+    file = next(path for path in (tmp_path / "tier" / SPACE.name).rglob("*.0") if path.is_file()).read_bytes()
+    ring = json.loads((tmp_path / "keyring.json").read_text())
+    (entry,) = ring["keys"]
+    unhex = bytes.fromhex
+    operators = AESGCM(KeySource.parse(f"file:{key_file(tmp_path)}").read())
+    belongs = b"kvstore-data-key-1:" + unhex(ring["id"]) + unhex(entry["id"]) + entry["tenant"].encode()
+    data_key = AESGCM(operators.decrypt(unhex(entry["nonce"]), unhex(entry["wrapped"]), belongs))
+    end = SPACE.block_bytes() + 144
+    block = data_key.decrypt(file[32:44], file[128:end], file[:128])
+    assert block == content(1).tobytes()
+    assert (file[:8], file[16:32], file[48:64], file[64:96]) == (
+        *(b"KVSEAL1\n", unhex(entry["id"]), SPACE.fingerprint, key(1).digest),
+    )
+    assert struct.unpack_from("<H", file, end + 4 + 10) == (1,)
+    assert file[end + 196 : end + 212] == unhex(entry["id"])
