@@ -48,8 +48,8 @@ SPACE = Namespace("scale", "revision-1", (BlockLayout.opaque(BLOCK_BYTES),), blo
 
 PUT_TOGETHER, LOOKED_UP_TOGETHER = 64, 1000
 BATCHES, LOOKUPS = 40, 200
-BESIDE = {"lmdb": 1.1, "file": 1.6}
-"""What a tier's capacity has to be, beside its blocks, for its own records: few blocks have much beside them."""
+LMDB_BESIDE = 1.2
+"""What the capacity of `lmdb://` is, as a multiple of its blocks: it is given at once, for its file does not shrink."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,17 +153,20 @@ def random_numbers(start: int, stop: int) -> Iterator[int]:
 
 
 def measured(url: str, blocks: int, real: int) -> Figures:
-    """Fill a tier to its cap, close it, and measure it from its next opening on."""
+    """Fill a tier nearly to its cap, close it, and measure it from its next opening on."""
     begin = time.perf_counter()
     with open_store(url) as store:
-        room = BATCHES * PUT_TOGETHER
         fill(store, blocks, real)
+        usage = store.usage()
     told(f"{url}: filled in {time.perf_counter() - begin:.0f} s", always=True)
+    if usage.capacity is None:
+        with open_store(url, capacity=usage.used + usage.overhead + 2 * BATCHES * PUT_TOGETHER * STORED_BYTES):
+            pass
     begin = time.perf_counter()
     with open_store(url) as store:
         open_s = time.perf_counter() - begin
         hits = batches_of(random_numbers(0, blocks), LOOKED_UP_TOGETHER, LOOKUPS)
-        misses = batches_of(random_numbers(1 << 40, 1 << 41), LOOKED_UP_TOGETHER, LOOKUPS)
+        misses = batches_of(random_numbers(1 << 43, 1 << 44), LOOKED_UP_TOGETHER, LOOKUPS)
         addresses = [[addresses_of(SPACE, batch) for batch in kind] for kind in (hits, misses)]
         look = bare(store)
         fresh = batches_of(iter(range(1 << 41, 1 << 42)), PUT_TOGETHER, BATCHES)
@@ -178,13 +181,13 @@ def measured(url: str, blocks: int, real: int) -> Figures:
             bare_miss=cost_of(look, addresses[1]),
             get=cost_of(lambda batch: get(store, batch), batches_of(random_numbers(0, real), PUT_TOGETHER, BATCHES)),
             put=cost_of(lambda batch: put(store, batch), fresh),
-            evict=evictions(store, blocks + room),
+            evict=evictions(store),
         )
 
 
-def evictions(store: BlockStore, first: int) -> Cost:
+def evictions(store: BlockStore) -> Cost:
     """What a put costs that has to evict as many blocks: at the cap, which is reached first."""
-    numbers, before = iter(range(first + (1 << 30), 1 << 40)), -1
+    numbers, before = iter(range(1 << 42, 1 << 43)), -1
     while store.usage().blocks > before:
         before = store.usage().blocks
         for batch in batches_of(numbers, PUT_TOGETHER, 40):
@@ -236,9 +239,11 @@ def main() -> None:
         for blocks in (arguments.small, arguments.blocks):
             place = Path(tempfile.mkdtemp(prefix="kvstore-scale-", dir=arguments.dir))
             try:
-                capacity = int((blocks + 2 * BATCHES * PUT_TOGETHER) * STORED_BYTES * BESIDE[scheme]) + (8 << 20)
-                real = blocks if scheme == "lmdb" else min(blocks, arguments.files)
-                pair.append(measured(f"{scheme}://{place}/tier?capacity={capacity}", blocks, real))
+                if scheme == "lmdb":
+                    capacity = int((blocks + 2 * BATCHES * PUT_TOGETHER) * STORED_BYTES * LMDB_BESIDE) + (8 << 20)
+                    pair.append(measured(f"lmdb://{place}/tier?capacity={capacity}", blocks, blocks))
+                else:
+                    pair.append(measured(f"{scheme}://{place}/tier", blocks, min(blocks, arguments.files)))
             finally:
                 shutil.rmtree(place)
         if arguments.json:

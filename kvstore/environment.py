@@ -219,9 +219,11 @@ class Environment:
         """What the environment's two files occupy on the device (`st_blocks`)."""
         return sum((self.directory / name).stat().st_blocks * 512 for name in ("data.mdb", "lock.mdb"))
 
-    def attainable_bytes(self) -> int:
-        """What the data file can come to occupy: what it does, and what its disk has left but for `DISK_HEADROOM`."""
-        free = max(0, free_bytes(self.directory) - DISK_HEADROOM)
+    def attainable_bytes(self, keep_free: int = 0) -> int:
+        """What the data file can come to occupy: what it does, and what its disk has left but for `keep_free` (and in
+        any case `DISK_HEADROOM`).
+        """
+        free = max(0, free_bytes(self.directory) - max(DISK_HEADROOM, keep_free))
         return (self.directory / "data.mdb").stat().st_blocks * 512 + free
 
     def pages(self) -> int:

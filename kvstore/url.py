@@ -25,6 +25,7 @@ __all__ = [
     "CAPACITY",
     "DURABILITY",
     "IO",
+    "KEEP_FREE",
     "MODE",
     "READONLY",
     "Capacity",
@@ -33,6 +34,7 @@ __all__ = [
     "boolean",
     "choice",
     "format_size",
+    "kept_free",
     "local_path",
     "parse_duration",
     "parse_size",
@@ -299,6 +301,12 @@ class Capacity:
         return int(shutil.disk_usage(path).total * (self.share or 1.0))
 
 
+def kept_free(url: TierURL, path: Path) -> int:
+    """What `keep_free` says, in bytes, for a tier at the existing directory `path`."""
+    wanted = url.option(KEEP_FREE)
+    return 0 if wanted is None else wanted.resolve(path)
+
+
 def parse_duration(text: Any) -> float:
     """Seconds from a number or from text such as `500ms`, `2.5`, `30s`, `10min`, `12h`, `7d`. Raises ValueError."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text) if isinstance(text, str) else None
@@ -343,6 +351,12 @@ CAPACITY: Option[Capacity | None] = Option(
     Capacity.parse,
     None,
     "most bytes the tier may occupy: 500GB, 64MiB, or 80% of the disk; default: no cap",
+)
+KEEP_FREE: Option[Capacity | None] = Option(
+    "keep_free",
+    Capacity.parse,
+    None,
+    "space that the tier leaves free on its disk, whoever fills it: 20GB, or 5% of the disk; default: none",
 )
 DURABILITY: Option[str] = Option(
     "durability",

@@ -29,7 +29,7 @@ from kvstore.scrub import SCRUB, scrubbed, start_scrub
 from kvstore.sealing import SEAL_BYTES, SEALING, Unsealed
 from kvstore.tombs import refused_until
 from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, Residue, Usage
-from kvstore.url import CAPACITY, DURABILITY, MODE, READONLY, Option, TierURL, local_path
+from kvstore.url import CAPACITY, DURABILITY, KEEP_FREE, MODE, READONLY, Option, TierURL, local_path
 from kvstore_lmdb.entry import Bytes, is_intact, key_id_in, read_into, stored_bytes, unseal_into
 from kvstore_lmdb.opening import BLOCKS, Tier, open_tier, take_out, tree_bytes
 from kvstore_lmdb.purge import finish_purge
@@ -68,7 +68,7 @@ class LMDBStore(BlockStore):
     """
 
     options: ClassVar[tuple[Option[object], ...]] = (
-        *(CAPACITY, TTL, TTL_FROM, DURABILITY, READONLY, MODE, SCRUB),
+        *(CAPACITY, KEEP_FREE, TTL, TTL_FROM, DURABILITY, READONLY, MODE, SCRUB),
         *SEALING,
     )
 

@@ -13,7 +13,7 @@ from kvstore.errors import NotAStoreError, StoreDamagedError, StoreFullError, St
 from kvstore.presence import Presence, State, explained, is_presence_file, mode_of
 from kvstore.retention import Retention
 from kvstore.sealing import PLAIN, check_options, open_sealer, record_seal, recorded_seals
-from kvstore.url import CAPACITY, DURABILITY, MODE, READONLY, TierURL, local_path
+from kvstore.url import CAPACITY, DURABILITY, MODE, READONLY, TierURL, kept_free, local_path
 from kvstore_lmdb.space import SMALLEST_CAPACITY, Space
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Tier:
 
     def current_space(self) -> Space:
         """The space as the disk leaves it now."""
-        return self.space.on_disk(self.environment.attainable_bytes())
+        return self.space.on_disk(self.environment.attainable_bytes(self.space.keep_free))
 
 
 def open_tier(url: TierURL) -> Tier:
@@ -73,7 +73,7 @@ def open_tier(url: TierURL) -> Tier:
         if stored is None and readonly:
             raise StoreNotFoundError(f"{directory} holds no finished tier, and read-only creates none")
         agreed = wanted if stored is None or (wanted and presence.alone and not readonly) else stored
-        space = Space(agreed or None)
+        space = Space(agreed or None, keep_free=kept_free(url, directory))
         if presence.alone and not readonly:
             _shrink(presence, space, mode)
         environment = _open_environment(url, directory, space.map_size, mode)
@@ -104,7 +104,7 @@ def evict(catalog: Catalog, space: Space, *, room: int, most: int) -> int:
         free = space.room(totals, tree_bytes(catalog, snapshot.txn))
         victims: list[Victim] = []
         freed = 0
-        for victim in snapshot.oldest() if totals.capacity is not None and free is not None and free < room else ():
+        for victim in snapshot.oldest() if space.evicts and free is not None and free < room else ():
             victims.append(victim)
             freed += victim.size
             if freed >= most or (free is not None and free + freed >= room):

@@ -124,7 +124,7 @@ class Puts:
         space = self._tier.current_space()
         with self._tier.environment.read() as txn:
             room = space.room(totals, tree_bytes(self._tier.catalog, txn))
-        evictable = 0 if totals.capacity is None else totals.evictable
+        evictable = totals.evictable if space.evicts else 0
         return room is None or need + space.slack(need, 0) <= room + evictable
 
     def patiently(self, act: Callable[[int], T | None]) -> T | None:

@@ -36,6 +36,13 @@ class Space:
     capacity: int | None
     file_bytes: int | None = None
     """What the data file can come to occupy on the disk as it is now; None where nobody looked."""
+    keep_free: int = 0
+    """What the file leaves of the disk: it grows no more then, and blocks go to make room in it."""
+
+    @property
+    def evicts(self) -> bool:
+        """Whether blocks go to make room for others."""
+        return self.capacity is not None or self.keep_free > 0
 
     @property
     def map_size(self) -> int:
@@ -77,7 +84,7 @@ class Space:
         enough all the same, more at each attempt, up to 30 % of the map: beyond, eviction cannot be what helps (a
         reader that does not end pins every page that was freed since).
         """
-        if self.capacity is None:
+        if not self.evicts:
             return 0
         job = max(self.chunk, need)
         return min(2 * job + attempt * need, max(2 * job, self._reach * 3 // 10))

@@ -26,7 +26,7 @@ from kvstore.namespace import FINGERPRINT_BYTES
 from kvstore.presence import Presence, State, explained, mode_of
 from kvstore.retention import Retention
 from kvstore.sealing import PLAIN, open_sealer, record_seal
-from kvstore.url import CAPACITY, DURABILITY, IO, MODE, READONLY, TierURL, local_path
+from kvstore.url import CAPACITY, DURABILITY, IO, MODE, READONLY, TierURL, kept_free, local_path
 from kvstore_zarr.device import BlockDevice
 from kvstore_zarr.folders import FOLDERS_DATABASE, Folders, occupied
 from kvstore_zarr.metadata import namespaces_in, read_namespace
@@ -165,6 +165,7 @@ def _open_parts(
             names=NameLocks(root / INNER / "names", mode),
             capacity=capacity,
             slack=_slack(capacity, buffered=not device.direct),
+            keep_free=kept_free(url, root),
             mode=mode,
             durable=url.option(DURABILITY) == "fsync",
             readonly=readonly,

@@ -51,6 +51,8 @@ JOB_BYTES = 16 << 20
 """The most that one job reserves at a time; and a 32nd of the capacity, so that several find room beside each other."""
 DISK_HEADROOM = 1 << 20
 """What puts leave free on the disk, in bytes: the catalogue needs pages to take blocks out, too."""
+FOR_THE_DISK = 4
+"""How much a job evicts beyond its need, where a neighbour has filled the disk: the tier gives way in steps."""
 RECLAIM_INTERVAL_S = 1.0
 """How often a process that puts looks for what dead ones left; ten times as often while it finds no room."""
 PATIENCE_S = 0.2
@@ -135,7 +137,7 @@ def _run(tier: LocalTier, tree: NamespaceTree, waiting: list[_Block]) -> None:
 
 def _attainable(tier: LocalTier) -> int:
     """What the tier may come to occupy, under its capacity and on its disk, in bytes."""
-    bound, free = tier.capacity or sys.maxsize, tier.free_on_disk()
+    bound, free = tier.capacity or sys.maxsize, max(0, tier.free_on_disk() - tier.keep_free)
     if free < 32 * JOB_BYTES:
         with tier.catalog.read() as snapshot:
             bound = min(bound, free + snapshot.totals().used)
@@ -213,13 +215,17 @@ class PutJob:
             self._find_present(snapshot.contains([block.address for block in self._blocks]))
             self._refuse(snapshot.tombs.buried([block.address for block in self._blocks]))
             room, totals = tier.room(snapshot), snapshot.totals()
-            if room is None:
+            if room is None and not tier.keep_free:
                 return []
-            most = room + totals.evictable + totals.reserved
-            self._settle([block for block in self._open() if block.cost > most], PutOutcome.FULL)
+            if room is not None:
+                most = room + totals.evictable + totals.reserved
+                self._settle([block for block in self._open() if block.cost > most], PutOutcome.FULL)
+            need = sum(block.cost for block in self._open())
+            shortage = 0 if room is None else need - room
             if self._blocks:
-                room = min(room, self._disk_budget(totals.reserved))
-            return eviction.choose(tier, snapshot, sum(block.cost for block in self._open()) - room)
+                on_disk = need - self._disk_budget(totals.reserved)
+                shortage = max(shortage, min(on_disk, FOR_THE_DISK * max(need, DISK_HEADROOM)))
+            return eviction.choose(tier, snapshot, shortage)
 
     def _find_present(self, present: Sequence[bool]) -> None:
         there = [block for block, is_there in zip(self._blocks, present, strict=True) if is_there]
@@ -257,7 +263,7 @@ class PutJob:
         return self._reserve(held)
 
     def _disk_budget(self, reserved: int) -> int:
-        return self._tier.free_on_disk() - reserved - DISK_HEADROOM
+        return self._tier.free_on_disk() - reserved - max(DISK_HEADROOM, self._tier.keep_free)
 
     def _that_fit_the_disk(self, admitted: list[_Block], freed: int, reserved: int) -> list[_Block]:
         fitting = _admitted(admitted, 0, self._disk_budget(reserved) + freed)

@@ -25,7 +25,7 @@ from kvstore.scrub import SCRUB, scrubbed, start_scrub
 from kvstore.sealing import SEALING
 from kvstore.tombs import refused_until
 from kvstore.types import GetOutcome, PutOutcome, Usage
-from kvstore.url import CAPACITY, DURABILITY, IO, MODE, READONLY, Option, TierURL, boolean, local_path
+from kvstore.url import CAPACITY, DURABILITY, IO, KEEP_FREE, MODE, READONLY, Option, TierURL, boolean, local_path
 from kvstore_zarr.expiry import take_back, take_out
 from kvstore_zarr.format import PAGE
 from kvstore_zarr.get import get_blocks
@@ -67,7 +67,7 @@ class LocalZarrStore(BlockStore):
     """
 
     options: ClassVar[tuple[Option[object], ...]] = (
-        *(CAPACITY, TTL, TTL_FROM, IO, DURABILITY, READONLY, MODE, REMOTE, SCRUB),
+        *(CAPACITY, KEEP_FREE, TTL, TTL_FROM, IO, DURABILITY, READONLY, MODE, REMOTE, SCRUB),
         *SEALING,
     )
 

@@ -68,6 +68,8 @@ class LocalTier:
     names: NameLocks
     capacity: int | None
     slack: int
+    keep_free: int
+    """What is to stay free on the disk, in bytes: blocks make room for it, whether there is a capacity or not."""
     mode: int
     durable: bool
     readonly: bool
