@@ -6,6 +6,7 @@
 #   make test-light   formats and contract without torch, on a newer Python with the newest zarr
 #   make demo-s3      the same from an object store that is started for it
 #   make demo-vllm    the same inside vLLM, on a CPU               make test-vllm     with the real managers of vLLM
+#   make notebooks    executes the notebooks in place             make test-notebooks   in short, to see that they run
 #   make test-vllm-all   with older versions too                   make soak-vllm     its long runs
 #
 #   make PYTHON=python3.12 …     another Python
@@ -30,7 +31,7 @@ PYTEST := $(BIN)/python -m pytest
 
 export VENV
 
-.PHONY: demo demo-s3 notebooks test test-light test-wheel lint soak bench clean environment other-environments demo-vllm test-vllm test-vllm-all soak-vllm
+.PHONY: demo demo-s3 notebooks test test-notebooks test-light test-wheel lint soak bench clean environment other-environments demo-vllm test-vllm test-vllm-all soak-vllm
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -123,6 +124,10 @@ bench: $(VENV)/.dev
 # Executed in place, from top to bottom.
 notebooks: $(VENV)/.dev
 	$(BIN)/python notebooks/execute.py $(ARGS)
+
+# With short documents, on the real model; an exception in any cell fails it.
+test-notebooks: $(VENV)/.dev
+	$(BIN)/python notebooks/execute.py --quick $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(VENV)-wheel $(VENV)-light $(VENV)-vllm* build

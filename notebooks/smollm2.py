@@ -6,6 +6,7 @@ Its weights come as GGUF, which takes half a minute to convert: done once, into 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import tempfile
 import warnings
 from pathlib import Path
 from typing import Any, cast
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin take the cores from whoever else is there
 
 import torch
 

@@ -46,7 +46,7 @@ _CANVAS = 0.82
 _LETTER_INCHES, _LINE_INCHES = 0.058, 0.14
 _MOST_OUTLINED, _MOST_LABELS = 3000, 200
 _POSITION = "position in the prompt (tokens)"
-_ENDS = "a row for each end of a prefix"
+_ENDS = "a row for each end"
 
 
 def prefix_tree(

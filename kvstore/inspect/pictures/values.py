@@ -112,6 +112,7 @@ def distributions(kv: Any) -> Picture:
         for index, ((name, _), colour) in enumerate(zip(_BANDS, _BAND_COLOURS, strict=True)):
             low, high = values[:, 2 * index], values[:, 2 * index + 1]
             canvas.bar(places, high - low, 0.86, low, color=colour, label=name, lw=0)
+        canvas.use_sticky_edges = False  # a bar that ends on the axis looks cut off
         canvas.axhline(0, color=DARK, lw=0.5)
         canvas.set_ylabel(f"value of {side}")
         layer_axis(canvas.xaxis, given.layers)
