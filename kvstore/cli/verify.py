@@ -147,10 +147,6 @@ class _Report:
     missing: list[BlockKey] = field(default_factory=list["BlockKey"])
 
     @property
-    def is_intact(self) -> bool:
-        return not self.corrupt and not self.missing
-
-    @property
     def blocks(self) -> int:
         return self.intact + len(self.corrupt) + len(self.missing)
 
@@ -168,7 +164,9 @@ class _Verdict:
     @property
     def ok(self) -> bool:
         """Whether everything that was looked at is intact, or was not and is repaired."""
-        return self.repairing or not (self.problems or any(not report.is_intact for report in self.reports))
+        if any(report.missing for report in self.reports):  # one that is sealed with a key that we lack, say
+            return False
+        return self.repairing or not (self.problems or any(report.corrupt for report in self.reports))
 
     def as_json(self) -> dict[str, Any]:
         reports = self.reports

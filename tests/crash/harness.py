@@ -101,9 +101,9 @@ class Crew:
             self._workers[seat] = self._context.Process(target=worker.work, args=(*arguments, self.site.complaints))
             self._workers[seat].start()
 
-    def pids(self, seats: list[int]) -> list[int | None]:
+    def pids(self, seats: list[int]) -> list[int]:
         """The processes of workers."""
-        return [self._workers[seat].pid for seat in seats]
+        return [pid for seat in seats if (pid := self._workers[seat].pid) is not None]
 
     def kill(self, seats: list[int]) -> int:
         """SIGKILL these workers at once; how many were inside a put as they died."""

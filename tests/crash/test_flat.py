@@ -144,7 +144,7 @@ def check_flat(samples: list[Sample]) -> None:
     before, after = samples[WARM : len(samples) // 2], samples[-len(samples) // 3 :]
 
     def middle(part: list[Sample], name: str) -> float:
-        return statistics.median(getattr(sample, name) for sample in part)
+        return float(statistics.median(getattr(sample, name) for sample in part))
 
     assert middle(after, "memory") <= middle(before, "memory") + len(LIVING) * (2 << 20)
     assert middle(after, "descriptors") <= middle(before, "descriptors") + len(LIVING)
