@@ -29,7 +29,7 @@ from kvstore.types import BlockWrite, PutOutcome
 from kvstore_zarr import eviction, steps
 from kvstore_zarr.folders import sync_folder
 from kvstore_zarr.format import PAGE, BlockFacts
-from kvstore_zarr.removal import erase, reclaim_if_due, release, settle_intent
+from kvstore_zarr.removal import erase, overwrite, reclaim_if_due, release, settle_intent
 from kvstore_zarr.sealed import seal_file
 from kvstore_zarr.tier import pack_addresses
 
@@ -366,6 +366,8 @@ class PutJob:
 
     def _put_in_place(self, block: _Block, lost: PutOutcome | None) -> None:
         if lost is not None:
+            if lost is PutOutcome.REFUSED:
+                overwrite(block.draft)
             erase(block.draft)
             block.outcome = lost
             return

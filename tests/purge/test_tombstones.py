@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from purge_helpers import found
 
 import kvstore
 import kvstore.tombs
@@ -19,6 +20,8 @@ from kvstore.testing.clock import MovableClock, movable_clock
 from kvstore.testing.supply import SPACE, get, key, keys, writes
 from kvstore.tiering import TieringManager
 from kvstore.tombs import Remembered
+from kvstore_lmdb.put import Puts
+from kvstore_zarr import steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -239,3 +242,44 @@ def test_a_copy_into_a_tier_that_refuses_says_which_blocks(tmp_path: Path) -> No
         assert report.fates == {Fate.COPIED: 4, Fate.REFUSED: 2}
         assert not report.ok
         assert {name for _, name in report.of(Fate.REFUSED)} == set(keys([2, 3]))
+
+
+# Who is on the way while a purge comes
+
+
+def test_a_file_that_was_written_before_the_purge_is_not_published_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"file://{tmp_path}/kv"
+    with kvstore.open_store(url) as one, kvstore.open_store(url) as other:
+        one.put_many(SPACE, writes([9]))
+
+        def purging(step: str) -> None:
+            if step == "written":
+                monkeypatch.setattr(steps, "checkpoint", lambda _: None)
+                other.purge_many(SPACE, keys([1, 2]))
+
+        monkeypatch.setattr(steps, "checkpoint", purging)
+        assert one.put_many(SPACE, writes([1, 2, 3])) == [REFUSED, REFUSED, STORED]
+        assert get(one, [1, 2, 3, 9]) == [MISS, MISS, HIT, HIT]
+        assert one.usage().reserved == 0
+    assert found(tmp_path / "kv", [1, 2]) == set()
+
+
+def test_an_entry_that_was_made_before_the_purge_is_not_published_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"lmdb://{tmp_path}/kv"
+    with kvstore.open_store(url) as one, kvstore.open_store(url) as other:
+        store = Puts._store
+
+        def purging(self: Puts, *args: Any) -> Any:
+            monkeypatch.setattr(Puts, "_store", store)
+            other.purge_many(SPACE, keys([1, 2]))
+            return store(self, *args)
+
+        monkeypatch.setattr(Puts, "_store", purging)
+        assert one.put_many(SPACE, writes([1, 2, 3])) == [REFUSED, REFUSED, STORED]
+        assert get(one, [1, 2, 3]) == [MISS, MISS, HIT]
+        one.finish_purge()
+    assert found(tmp_path / "kv", [1, 2]) == set()
