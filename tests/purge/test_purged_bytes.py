@@ -72,6 +72,27 @@ def test_a_file_is_zeros_before_it_goes(io: str, tmp_path: Path, last_words: lis
     assert all(marker in last_words[2] for marker in markers(2))
 
 
+def test_the_zeros_are_on_the_device_before_the_file_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not synced when a file is truncated never reaches the device: the old bytes would stay there."""
+    synced: list[int] = []
+    fdatasync = os.fdatasync
+
+    def syncing(fd: int) -> None:
+        fdatasync(fd)
+        synced.append(os.fstat(fd).st_ino)
+
+    def looking(path: str) -> None:
+        assert Path(path).stat().st_ino in synced
+        erase(path)
+
+    with kvstore.open_store(f"file://{tmp_path}/kv") as store:
+        store.put_many(SPACE, writes(range(2)))
+        monkeypatch.setattr(os, "fdatasync", syncing)
+        monkeypatch.setattr(kvstore_zarr.purge, "erase", looking)
+        assert store.purge_many(SPACE, keys(range(2))) == [True, True]
+    assert len(synced) >= 2
+
+
 def test_who_has_a_block_open_while_it_is_purged_reads_no_wrong_byte(tmp_path: Path) -> None:
     with kvstore.open_store(f"file://{tmp_path}/kv") as store:
         store.put_many(SPACE, writes([1]))
