@@ -9,6 +9,7 @@ from driver import Driver, keys, kvstore_tier
 
 from kvstore import open_store
 from kvstore.archive import create, select
+from kvstore.vllm.lookups import block_key
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +28,9 @@ def archived(folder: Path, names: list[bytes] = PROMPT, **options: Any) -> str:
         engine.store(names, params=PARAMS)
     with open_store(tier) as store:
         (space,) = store.namespaces()
-        create(archive, store, space, select(store, space, label="handbook"), label="handbook")
+        # By keys: an older vLLM does not say where in its prefix a block stands, and a label alone gives no order.
+        chosen = select(store, space, keys=[block_key(name) for name in names])
+        create(archive, store, space, chosen, label="handbook")
     return archive
 
 
