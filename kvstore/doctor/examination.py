@@ -69,8 +69,11 @@ def _inside(url: TierURL, store: BlockStore, usage: Usage) -> Iterator[Finding]:
     limit = "no capacity" if usage.capacity is None else f"of {format_size(usage.capacity)}"
     yield ok(OPENING, f"{usage.blocks} blocks, {taken} {limit}; I/O {can.io}")
     for note in can.notes:
-        yield warning(OPENING, note, "see what it says; `kvstore verify` reads every block")
-    wanted = url.option(CAPACITY)
+        if note.startswith("client: "):
+            yield ok(OPENING, note)
+        else:
+            yield warning(OPENING, note, "see what it says; `kvstore verify` reads every block")
+    wanted = url.option(CAPACITY) if can.capacity_is_exact else None  # another is each opener's own
     if wanted is not None and wanted.bytes is not None and wanted.bytes != usage.capacity:
         yield warning(
             "capacity",

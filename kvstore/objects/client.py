@@ -86,6 +86,8 @@ class ObjectClient(ABC):
 
     deletes_many: bool = False
     """`_delete_batch` removes up to `BATCH` objects in one request. Where a store refuses it, they go one by one."""
+    keeps_copies: bool = False
+    """What was read once may be served again without asking the store: a removal by others is not seen."""
     notes: tuple[str, ...] = ()
     """What an operator should know of this one."""
 

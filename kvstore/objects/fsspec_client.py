@@ -2,7 +2,7 @@
 
 A file system is made in the process that uses it, for one tier alone: no instance, event loop or listing is shared with
 others. File systems on asyncio get a loop of their own on a thread of its own, which ends with the client; their calls
-are given up when their time is over. Blocking ones (sftp) have the time-outs of their library.
+are given up when their time is over. Blocking ones have the time-outs of their library (`sftp_client`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 
-from kvstore.errors import InvalidOptionError, MissingDependencyError
+from kvstore.errors import InvalidOptionError, KVStoreError, MissingDependencyError
 from kvstore.objects.client import Listed, ObjectClient
 from kvstore.objects.faults import Kind, RequestFailed, kind_of_status, readable
 from kvstore.objects.settings import STORAGE_OPTIONS, TIMEOUT
@@ -34,9 +35,10 @@ if TYPE_CHECKING:
     from kvstore.objects.settings import Place
     from kvstore.url import TierURL
 
-__all__ = ["FsspecClient", "OwnLoop", "joined"]
+__all__ = ["FsspecClient", "OwnLoop", "is_paramiko", "joined"]
 
 _fsspec: Any = importlib.import_module("fsspec")  # which has no types
+_dircache: Any = importlib.import_module("fsspec.dircache").DirCache
 _asyn: Any = importlib.import_module("fsspec.asyn")
 
 _DRAFTS = ".drafts"
@@ -46,6 +48,10 @@ _ATOMIC = (*_WITHOUT_FOLDERS, "memory")
 """Protocols of which a write is one step."""
 _TAKE_MODE = ("s3", "s3a")
 """Protocols that refuse to overwrite when they are told not to."""
+
+
+_TAKE_A_LOOP = ("gs", "gcs", "http", "https")
+"""The others use fsspec's: adlfs wants its loop once more when the process ends, sshfs stumbles over one of our own."""
 
 
 class OwnLoop:
@@ -78,6 +84,16 @@ def joined(parts: Sequence[NDArray[np.uint8]]) -> bytes:
     return np.concatenate(parts).tobytes() if len(parts) > 1 else parts[0].tobytes()
 
 
+def is_paramiko(place: Place) -> bool:
+    """Whether this is the file system that fsspec brings for SSH, and not another one that was installed for it."""
+    if place.scheme not in ("sftp", "ssh"):
+        return False
+    with suppress(ImportError):
+        kind: Any = _fsspec.get_filesystem_class(place.scheme)
+        return str(kind.__module__) == "fsspec.implementations.sftp"
+    return False
+
+
 class FsspecClient(ObjectClient):
     """One root on an fsspec file system."""
 
@@ -89,11 +105,16 @@ class FsspecClient(ObjectClient):
         self._own_loop = OwnLoop()
         try:
             self._fs, self._root = self._open(url, place)
-        except BaseException:
+        except BaseException as error:
             self._own_loop.close(self.timeout)
-            raise
+            if isinstance(error, KVStoreError) or not isinstance(error, Exception):
+                raise
+            raise self.fault_of(error) from None
         self._protocol = place.scheme.rpartition("::")[2]
         self.takes_new = self._protocol in _TAKE_MODE and "::" not in place.scheme
+        if place.scheme.partition("::")[0] == "simplecache":
+            self.keeps_copies = True
+            self.notes = ("simplecache serves its copies of what it has read, whoever removes it meanwhile",)
         self._made: set[str] = set()
 
     def close(self) -> None:
@@ -110,10 +131,11 @@ class FsspecClient(ObjectClient):
                 filesystem, root = _fsspec.core.url_to_fs(text, **options)
             else:
                 kind: Any = _fsspec.get_filesystem_class(place.scheme)
-                if getattr(kind, "async_impl", False):
+                if getattr(kind, "async_impl", False) and place.scheme in _TAKE_A_LOOP:
                     options["loop"] = self._own_loop.loop
-                made = {**kind._get_kwargs_from_urls(text), **options}
-                filesystem = kind(skip_instance_cache=True, use_listings_cache=False, **made)
+                made = {**self._words(), **kind._get_kwargs_from_urls(text), **options}
+                filesystem = kind(skip_instance_cache=True, **made)
+                filesystem.dircache = _dircache(use_listings_cache=False)  # as an argument, sftp would not know it
                 root = kind._strip_protocol(text)
         except ImportError as error:
             raise MissingDependencyError(f"{url}: {error}") from None
@@ -121,10 +143,16 @@ class FsspecClient(ObjectClient):
             raise InvalidOptionError(f"{url}: fsspec cannot open it: {readable(str(error))}") from None
         return filesystem, str(root).rstrip("/")
 
+    def _words(self) -> dict[str, Any]:
+        """What the file system is told where nobody says otherwise."""
+        return {}
+
     def _disconnect(self) -> None:
         """Close connections, as far as the file system has a way to."""
         if self._protocol in ("http", "https") and (session := getattr(self._fs, "_session", None)) is not None:
             asyncio.run_coroutine_threadsafe(session.close(), self._own_loop.loop).result(self.timeout)
+        if (service := getattr(self._fs, "service_client", None)) is not None:  # of adlfs
+            asyncio.run_coroutine_threadsafe(service.close(), self._fs.loop).result(self.timeout)
         for name in ("client", "ftp"):  # of paramiko, smbclient and the like
             close = getattr(getattr(self._fs, name, None), "close", None)
             if callable(close):
@@ -176,6 +204,8 @@ class FsspecClient(ObjectClient):
 
     def _delete(self, path: str) -> None:
         self.call("rm_file", self._at(path))
+        if self.keeps_copies and (copy := self._fs._check_file(self._at(path))):
+            Path(copy).unlink(missing_ok=True)
 
     def _leftovers(self) -> Sequence[Listed]:
         if self._protocol in _ATOMIC:
@@ -191,10 +221,24 @@ class FsspecClient(ObjectClient):
         yield [entry for entry in page if entry.path > after]
 
     def _folders(self) -> Sequence[str]:
-        entries = cast("Sequence[Mapping[str, Any]]", self.call("ls", self._root, detail=True))
+        try:
+            entries = cast("Sequence[Mapping[str, Any]]", self.call("ls", self._root, detail=True))
+        except FileNotFoundError:  # nothing below the root; of a bucket that is not there some say no more than that
+            self._look_for_bucket()
+            raise
         return [
             str(entry["name"]).rstrip("/").rpartition("/")[2] for entry in entries if entry.get("type") == "directory"
         ]
+
+    def _look_for_bucket(self) -> None:
+        if self._protocol in _WITHOUT_FOLDERS:
+            bucket = self._root.partition("/")[0]
+            try:
+                self.call("info", bucket)
+            except FileNotFoundError as error:
+                raise RequestFailed(Kind.NO_BUCKET, readable(str(error))) from None
+            except Exception:  # whoever may list may not have the right to ask for it
+                return
 
     def fault_of(self, error: Exception) -> RequestFailed:
         return RequestFailed(_kind(error), readable(f"{type(error).__name__}: {error}"))

@@ -37,7 +37,10 @@ def opened(url: TierURL, place: Place) -> tuple[ObjectClient, Sequence[str]]:
     Raises a `StoreOpenError` where the bucket is missing, the credentials are wrong, the region is another one or
     nobody answers, and a `ConfigurationError` where an option is wrong or a package is missing.
     """
-    client = _client(url, place)
+    try:
+        client = _client(url, place)
+    except RequestFailed as failed:  # some connect when they are made
+        raise _explained(url, place, failed) from failed
     try:
         return client, client.folders()
     except RequestFailed as failed:
@@ -66,8 +69,12 @@ def _client(url: TierURL, place: Place) -> ObjectClient:
         from kvstore.objects.s3fs_client import S3FsClient
 
         return S3FsClient(url, place)
-    from kvstore.objects.fsspec_client import FsspecClient
+    from kvstore.objects.fsspec_client import FsspecClient, is_paramiko
 
+    if is_paramiko(place):
+        from kvstore.objects.sftp_client import SftpClient
+
+        return SftpClient(url, place)
     return FsspecClient(url, place)
 
 

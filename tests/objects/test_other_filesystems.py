@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore import open_store
+from kvstore.doctor import Grade, examine
 from kvstore.errors import StoreOpenError, UnknownSchemeError
 from kvstore.testing.servers import free_port
 from kvstore.testing.supply import SPACE, get, held, keys, write, writes
@@ -85,3 +86,31 @@ def test_a_chain_keeps_copies_of_what_was_read(place: str, tmp_path: Path) -> No
 def test_a_protocol_that_fsspec_does_not_know_is_no_backend(url: str) -> None:
     with pytest.raises(UnknownSchemeError):
         open_store(url)
+
+
+def test_what_a_chain_removes_is_gone_and_what_others_remove_it_says_it_does_not_see(place: str) -> None:
+    with open_store(f"simplecache::{place}", timeout="15s", lookup_ttl=0) as chain, open_store(place) as plain:
+        chain.put_many(SPACE, writes(range(2)))
+        assert get(chain, range(2)) == [HIT, HIT]
+        assert chain.delete_many(SPACE, keys([0])) == [True]
+        assert plain.delete_many(SPACE, keys([1])) == [True]
+        assert get(chain, range(2)) == [MISS, HIT]
+        assert not chain.capabilities.tombstones
+        assert plain.capabilities.tombstones
+        assert any("simplecache" in note for note in chain.capabilities.notes)
+
+
+def test_a_tier_in_a_bucket_that_nothing_bounds_is_a_warning(place: str) -> None:
+    with open_store(place) as store:
+        store.put_many(SPACE, writes(range(2)))
+
+    def of(options: str) -> list[tuple[str, Grade]]:
+        return [(finding.check, finding.grade) for finding in examine(place + options)]
+
+    fine = [("opening", Grade.OK)] * 2
+    assert of("") == [("space", Grade.WARNING), *fine]
+    assert of("?capacity=1GB") == [("space", Grade.WARNING), *fine]
+    assert of("?capacity=1GB&sweep=1h") == [("space", Grade.OK), *fine]
+    assert of("?ttl=7d&ttl_from=stored&sweep=1h") == [("space", Grade.OK), *fine]
+    assert of("?readonly=true") == fine
+    assert of("?capacity=10%25")[0] == ("place", Grade.PROBLEM)

@@ -37,7 +37,7 @@ from kvstore_zarr.objects.remains import drop, is_long_empty, retention_notes, s
 from kvstore_zarr.objects.sweep import SweepCounts, Sweeper, rules_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
     from typing import TypeVar
 
     import numpy as np
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
+    from kvstore.doctor import Finding
     from kvstore.namespace import Namespace
     from kvstore.objects.client import Listed
     from kvstore.sealing import Sealer
@@ -118,13 +119,20 @@ class ObjectZarrStore(BlockStore):
             ),
             capacity_is_exact=False,
             sealed=self._sealer is not None,
-            tombstones=not self._readonly,
+            tombstones=not self._readonly and not self._client.keeps_copies,
             tombstones_seen_s=self._graves.seen_s,
         )
         self._use = InUse(url)
         self._sweeper: Sweeper | None = None
         if (interval := url.option(SWEEP)) is not None and not self._readonly:
             self._sweeper = Sweeper(self, self._client, interval, rules_of(url, self._capacity))
+
+    @classmethod
+    def diagnose(cls, url: TierURL, usage: Usage | None) -> Iterable[Finding]:
+        from kvstore_zarr.objects.diagnosis import diagnose
+
+        del usage
+        return diagnose(url)
 
     @property
     def sweeps(self) -> SweepCounts:
