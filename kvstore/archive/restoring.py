@@ -51,9 +51,9 @@ class RestoreReport:
     """What became of an archive's blocks in a tier.
 
     `restored` were written, `there` the tier had already, `corrupt` are damaged in the archive and were not written,
-    `refused` the tier did not take (`full`: for want of room, after which no more were tried). `labelled` have the
-    archive's label and the tenant that was given now; None where there is neither, or the tier keeps none. `pinned` are
-    pinned under it; None where that was not asked for.
+    `refused` the tier did not take (`full`: for want of room, after which no more were tried; or it was purged of them
+    a short while ago). `labelled` have the archive's label and the tenant that was given now; None where there is
+    neither, or the tier keeps none. `pinned` are pinned under it; None where that was not asked for.
     """
 
     archive: ArchiveInfo
@@ -138,13 +138,14 @@ def restore_archive(
             f"{store.url} has a capacity of {format_size(capacity)}, less than the"
             f" {format_size(archive.info.nbytes)} of {archive.info.url}: restore it into a larger tier"
         )
-    return _Restoration(archive, store, mark, progress or silent, stopped or _never).run()
+    return _Restoration(archive, store, mark, tenant, progress or silent, stopped or _never).run()
 
 
 def _mark_of(archive: Archive, store: BlockStore, tenant: str, pin: bool) -> Mark:
     """What is said of the blocks; nothing in a store that keeps none. Raises `ConfigurationError`."""
     label = archive.info.label
-    if (tenant or pin) and not store.capabilities.marks:
+    able = store.capabilities
+    if not able.marks and (pin or (tenant and not able.sealed)):  # an encrypted one seals under the tenant's key
         raise ConfigurationError(f"{store.url} keeps neither tenants nor pins: use a file:// or lmdb:// tier")
     if pin and not label:
         raise ConfigurationError(
@@ -152,9 +153,10 @@ def _mark_of(archive: Archive, store: BlockStore, tenant: str, pin: bool) -> Mar
             " with `kvstore pin --keys`"
         )
     try:
-        return Mark(label, pinned=pin, tenant=tenant) if store.capabilities.marks else Mark()
+        mark = Mark(label, pinned=pin, tenant=tenant)
     except ValueError as error:
         raise ConfigurationError(str(error)) from None
+    return mark if able.marks else Mark()
 
 
 class _Threads:
@@ -200,10 +202,12 @@ class _Restoration:
         archive: Archive,
         store: BlockStore,
         mark: Mark,
+        tenant: str,
         progress: Callable[[int], object],
         stopped: Callable[[], bool],
     ) -> None:
-        self._archive, self._store, self._mark, self._progress, self._stopped = archive, store, mark, progress, stopped
+        self._archive, self._store, self._mark, self._tenant = archive, store, mark, tenant
+        self._progress, self._stopped = progress, stopped
         self._counts: Counter[PutOutcome] = Counter()
         self._there = self._corrupt = 0
 
@@ -262,7 +266,7 @@ class _Restoration:
             block = self._archive.block(loaded, shard, place)
             if block is not None:
                 position, parent = self._archive.position(shard.group, shard.start + place)
-                writes.append(BlockWrite(shard.keys[place], block.data, position, parent, self._mark.tenant))
+                writes.append(BlockWrite(shard.keys[place], block.data, position, parent, self._tenant))
         outcomes = self._store.put_many(self._archive.namespace, writes) if writes else []
         return outcomes, len(places) - len(writes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from dataclasses import replace
@@ -131,6 +132,25 @@ class TestThereAndBack:
         with open_store(f"zarr+memory://{tmp_path.name}") as store:
             report = restore(url, store)
         assert (report.complete, report.labelled) == (True, None)
+
+    @pytest.mark.parametrize("scheme", ["file", "lmdb"])
+    def test_an_encrypted_tier_seals_them_under_the_tenants_key(self, tmp_path: Path, scheme: str) -> None:
+        url, _ = archived(tmp_path)
+        (tmp_path / "key").write_text(os.urandom(32).hex())
+        sealed = f"{scheme}://{tmp_path}/target?encryption=file:{tmp_path}/key&keyring={tmp_path}/keyring.json"
+        with open_store(sealed) as store:
+            assert restore(url, store, tenant="acme").complete
+            assert all(held(store, SPACE, KEYS))
+        keys = json.loads((tmp_path / "keyring.json").read_text())["keys"]
+        assert {key["tenant"] for key in keys} == {"acme"}
+
+    def test_what_a_tier_was_just_purged_of_is_refused_and_counted(self, tmp_path: Path) -> None:
+        url, _ = archived(tmp_path)
+        with open_store(f"file://{tmp_path}/source") as store:
+            store.purge_many(SPACE, KEYS[:2])
+            report = restore(url, store)
+            assert (report.restored, report.there, report.refused) == (0, BLOCKS - 2, 2)
+            assert (report.full, report.complete) == (False, False)
 
     def test_a_tier_with_less_capacity_is_refused_before_it_evicts_anything(self, tmp_path: Path) -> None:
         space = replace(OPAQUE, layouts=(type(OPAQUE.layouts[0]).opaque(1 << 20),))
