@@ -368,6 +368,15 @@ class Catalog:
         with self.write() as change:
             return change.unmark(addresses, mark)
 
+    def ended_tombstones(self, *, remove: bool = False) -> int:
+        """How many have ended, and are collected by and by; `remove` collects them now."""
+        with self.read() as snapshot:
+            ended = snapshot.tombs.ended()
+        for _ in range(0, ended if remove else 0, MARKED_AT_ONCE):
+            with self.write() as change:
+                change.tombs.collect(MARKED_AT_ONCE)
+        return ended
+
     def settle(self, patience_s: float = PATIENCE_S) -> None:
         """Write down every note, in transactions of bounded length. At close, and when `note` says so."""
         while self._notes:

@@ -21,6 +21,7 @@ from kvstore.marks import Mark
 from kvstore.registry import backend_class, open_store
 from kvstore.retention import now_ns
 from kvstore.sealing import Keyring, check_options
+from kvstore.tombs import MOST_TOMBSTONES
 from kvstore.types import Residue
 from kvstore.url import TierURL
 
@@ -211,13 +212,18 @@ class _Purge:
         if tombs:
             self.receipt.refused_until = now_ns() / 1e9 + self.refuse_s
         self._settle(spaces.values())
-        there = [info for space in spaces.values() for info in self.asked.infos(self.store, space)]
-        self.receipt.left = sum(info.created < self.receipt.began for info in there)
-        self.receipt.stored_since = len(there) - self.receipt.left
+        for info in (info for space in spaces.values() for info in self.asked.infos(self.store, space)):
+            self.receipt.left += info.created < self.receipt.began
+            self.receipt.stored_since += info.created >= self.receipt.began
         if self.asked.mark == Mark() and self.asked.older_than is None:
             for space in spaces.values():
                 self.store.drop_namespace(space, only_if_empty=True)
-        self.receipt.remains = self.store.finish_purge(overwrite=self.overwrite, advance=self._overwritten)
+        if tombs and self.receipt.blocks > MOST_TOMBSTONES:
+            beyond = (
+                f"{self.receipt.blocks - MOST_TOMBSTONES} removed blocks have no tombstone: an engine may store them"
+            )
+            self.receipt.remains.append(Residue(beyond, None, "reset the engines, then purge again"))
+        self.receipt.remains += self.store.finish_purge(overwrite=self.overwrite, advance=self._overwritten)
 
     def _spaces(self) -> list[Namespace]:
         return [space for space in self.store.namespaces() if self.asked.takes(space)]

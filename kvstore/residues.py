@@ -1,12 +1,19 @@
-"""What no purge can reach below a file system, said in the same words by every tier that is on one."""
+"""What purges leave behind, said in the same words by every tier on a local disk."""
 
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
-from kvstore.types import Residue
+from kvstore.types import Leftover, Residue
 
-__all__ = ["beneath", "is_copy_on_write"]
+if TYPE_CHECKING:
+    from kvstore.catalog import Catalog
+
+__all__ = ["beneath", "is_copy_on_write", "leftovers"]
+
+TOMBSTONE_BYTES = 140
+"""What one occupies in a catalogue, about."""
 
 _COPY_ON_WRITE = re.compile(r"btrfs|zfs|bcachefs|nilfs2|f2fs|apfs", re.I)
 _IN_MEMORY = re.compile(r"tmpfs|ramfs", re.I)
@@ -26,3 +33,9 @@ def beneath(kind: str, nbytes: int | None) -> list[Residue]:
         return [Residue("what the machine has swapped out", None, "swapoff; encrypted swap")]
     what = "copies below the file system: remapped cells of an SSD, snapshots of a volume, backups, a journal of data"
     return [Residue(what, None, "delete snapshots and backups; have the disk or the tier encrypted")]
+
+
+def leftovers(catalog: Catalog, *, remove: bool) -> list[Leftover]:
+    """Tombstones of a catalogue that have ended, for `BlockStore.leftovers`."""
+    ended = catalog.ended_tombstones(remove=remove)
+    return [Leftover(f"{ended} tombstones that have ended", ended * TOMBSTONE_BYTES, 0.0)] if ended else []

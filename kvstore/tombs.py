@@ -68,9 +68,9 @@ class Tombs:
         found = self._txn.cursor(self._database).getmulti([b"A" + address for address in addresses])
         return {bytes(key[1:]) for key, until in found if now < _UNTIL.unpack(until)[0] <= latest}
 
-    def live(self) -> int:
-        """How many there are that have not ended."""
-        return self._entries() // 2 - len(self._ended(MOST_TOMBSTONES))
+    def ended(self) -> int:
+        """How many have, and are there to be collected."""
+        return len(self._ended(MOST_TOMBSTONES))
 
     def bury(self, addresses: Iterable[bytes], until: int) -> int:
         """Lay a tombstone that ends at `until` (ns since the epoch) on each address; how many could be laid, under

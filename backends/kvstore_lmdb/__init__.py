@@ -24,11 +24,12 @@ from kvstore.catalog import Entry, address_of, addresses_of
 from kvstore.errors import StoreClosedError, TierUnavailable
 from kvstore.marks import MarkOutcome
 from kvstore.repairing import examine_environment
+from kvstore.residues import leftovers
 from kvstore.retention import TTL, TTL_FROM, Allowance, now_ns
 from kvstore.scrub import SCRUB, scrubbed, start_scrub
 from kvstore.sealing import SEAL_BYTES, SEALING, Unsealed
 from kvstore.tombs import refused_until
-from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcome, Residue, Usage
+from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, Leftover, PutOutcome, Residue, Usage
 from kvstore.url import CAPACITY, DURABILITY, KEEP_FREE, MODE, READONLY, Option, TierURL, local_path
 from kvstore_lmdb.entry import Bytes, is_intact, key_id_in, read_into, stored_bytes, unseal_into
 from kvstore_lmdb.opening import BLOCKS, Tier, open_tier, take_out, tree_bytes
@@ -186,6 +187,10 @@ class LMDBStore(BlockStore):
             return []
         with self._telling():
             return finish_purge(self._tier, self._puts.ripen, overwrite=overwrite, advance=advance)
+
+    def leftovers(self, *, remove: bool = False) -> list[Leftover]:
+        with self._telling():
+            return leftovers(self._tier.catalog, remove=remove and not self._readonly)
 
     def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
         self._tier.environment.ensure_open()

@@ -20,6 +20,7 @@ from kvstore.errors import StoreAccessError, StoreClosedError, TierUnavailable
 from kvstore.marks import MarkOutcome
 from kvstore.objects.settings import REMOTE
 from kvstore.repairing import examine_environment
+from kvstore.residues import leftovers
 from kvstore.retention import TTL, TTL_FROM, Allowance
 from kvstore.scrub import SCRUB, scrubbed, start_scrub
 from kvstore.sealing import SEALING
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from kvstore.repairing import Examination, Repaired
     from kvstore.scrub import Scrubbed
     from kvstore.snapshot import Snapshot
-    from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, Residue
+    from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, Leftover, Residue
     from kvstore_zarr.reindex import Progress, Reindexed
     from kvstore_zarr.tier import LocalTier
 
@@ -162,6 +163,10 @@ class LocalZarrStore(BlockStore):
     ) -> list[Residue]:
         with self._using() as tier:
             return [] if tier.readonly else finish_purge(tier, advance, overwriting=overwrite)
+
+    def leftovers(self, *, remove: bool = False) -> list[Leftover]:
+        with self._using() as tier:
+            return leftovers(tier.catalog, remove=remove and not tier.readonly)
 
     def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
         return self._scan(namespace, lambda snapshot, after: snapshot.scan(namespace.fingerprint, after))

@@ -133,6 +133,10 @@ class ObjectClient(ABC):
         """Remove the object, if there is one."""
         self._unless_missing("DELETE", lambda: self._delete(path))
 
+    def keeps_versions(self, path: str) -> bool | None:
+        """Whether what is deleted stays as an earlier version, going by the object at `path`; None: it does not tell."""
+        return self._unless_missing("HEAD", lambda: self._keeps_versions(path))
+
     def overwrite(self, path: str) -> None:  # noqa: B027 - an object is whole or not
         """Write over the bytes of what is about to be deleted, where a store has them on a disk of ours."""
 
@@ -203,6 +207,10 @@ class ObjectClient(ABC):
 
     def _look(self, path: str) -> Listed:
         raise NotImplementedError
+
+    def _keeps_versions(self, path: str) -> bool | None:
+        del path
+        return None
 
     def _delete_batch(self, paths: Sequence[str]) -> None:
         raise NotImplementedError

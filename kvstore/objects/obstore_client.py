@@ -111,6 +111,9 @@ class ObstoreClient(ObjectClient):
         meta = obstore.head(self._open_store, self._prefix + path)
         return Listed(path, meta["size"], meta["last_modified"].timestamp())
 
+    def _keeps_versions(self, path: str) -> bool | None:
+        return (obstore.head(self._open_store, self._prefix + path).get("version") or "null") != "null"
+
     def _delete(self, path: str) -> None:
         obstore.delete(self._open_store, self._prefix + path)
 

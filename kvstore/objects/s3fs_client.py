@@ -173,6 +173,9 @@ class S3FsClient(FsspecClient):
         answer = self._ask_s3("head_object", Key=self._prefix + path)
         return Listed(path, int(answer["ContentLength"]), answer["LastModified"].timestamp())
 
+    def _keeps_versions(self, path: str) -> bool | None:
+        return (self._ask_s3("head_object", Key=self._prefix + path).get("VersionId") or "null") != "null"
+
     def _delete(self, path: str) -> None:
         self._ask_s3("delete_object", Key=self._prefix + path)
 

@@ -96,7 +96,7 @@ def test_they_are_bounded_and_the_receipt_of_it_is_how_many_were_laid(
     with catalog.write() as change:
         assert change.tombs.bury([address(number) for number in range(8)], now_ns() + MINUTE) == 8
         assert change.tombs.bury([address(number) for number in range(6, 20)], now_ns() + 2 * MINUTE) == 4
-        assert change.tombs.live() == 10
+        assert change.tombs.ended() == 0
     assert entries(catalog) == 20
     clock.advance(61)  # those that have ended make room
     with catalog.write() as change:
@@ -203,6 +203,21 @@ def test_tombstones_of_a_remote_tier_are_left_over_once_they_have_ended(tmp_path
         store.leftovers(remove=True)
         assert list((tmp_path / "kv/.purged").iterdir()) == []
         assert get(store, [0, 1]) == [HIT, MISS]
+
+
+@pytest.mark.parametrize("kind", ["file", "lmdb"])
+def test_tombstones_of_a_local_tier_that_have_ended_are_left_over_too(
+    kind: str, tmp_path: Path, clock: MovableClock
+) -> None:
+    with kvstore.open_store(f"{kind}://{tmp_path}/kv") as store:
+        store.purge_many(SPACE, keys(range(600)))
+        store.purge_many(SPACE, keys([1000]), refuse_s=3600)
+        assert store.leftovers() == []
+        clock.advance(620)
+        assert store.leftovers()[0].place == "600 tombstones that have ended"
+        store.leftovers(remove=True)
+        assert store.leftovers() == []
+        assert store.put_many(SPACE, writes([1, 1000])) == [STORED, REFUSED]
 
 
 # What stands above stores

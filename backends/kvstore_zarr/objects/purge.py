@@ -53,11 +53,18 @@ def residues(client: ObjectClient) -> list[Residue]:
     """What stays of removed objects."""
     if not client.lists_in_pages:
         return [Residue("what the file server and its disks keep of removed files: free space, snapshots, backups")]
+    tombs = [entry for page in client.list(FOLDER) for entry in page]
+    versions = client.keeps_versions(max(tombs, key=lambda entry: entry.modified).path) if tombs else None
+    kept = [] if versions is False else [_VERSIONS[versions]]
     return [
-        Residue(
-            "removed objects as earlier versions, in a bucket that keeps them; replicas, backups, the provider's media",
-            None,
-            "delete the versions (a lifecycle rule NoncurrentVersionExpiration does); see docs/purge.md",
-        ),
+        *kept,
+        Residue("replicas, backups and media of the provider"),
         Residue("tombstones with the digests of removed blocks, under .purged/", None, "kvstore gc, after they ended"),
     ]
+
+
+_REMEDY = "delete the versions: a lifecycle rule NoncurrentVersionExpiration, docs/purge.md"
+_VERSIONS = {
+    True: Residue("every removed object as an earlier version: this bucket keeps them", None, _REMEDY),
+    None: Residue("removed objects as earlier versions, if the bucket keeps them: it does not tell", None, _REMEDY),
+}
