@@ -157,6 +157,7 @@ def measured(url: str, blocks: int, real: int) -> Figures:
     begin = time.perf_counter()
     with open_store(url) as store:
         fill(store, blocks, real)
+    with open_store(url) as store:  # which has a look at how large the catalogue has become
         usage = store.usage()
     told(f"{url}: filled in {time.perf_counter() - begin:.0f} s", always=True)
     if usage.capacity is None:

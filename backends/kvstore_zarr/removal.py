@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvstore.files import NotAFileError, open_file
+from kvstore_zarr.folders import occupied
 from kvstore_zarr.metadata import METADATA_NAME
 from kvstore_zarr.tier import DRAFTS, PURGE, draft_prefix, pack_addresses, unpack_addresses
 
@@ -151,8 +152,12 @@ def remove(
                 payload = pack_addresses(entry.address for entry in gone)
                 intent = change.reserve(tier.presence.lease, sum(entry.size for entry in gone), payload)
         removed.update(entry.address for entry in gone)
-        for address in removed:
-            erase(paths[address])
+        try:
+            for address in removed:
+                erase(paths[address])
+        except OSError:
+            _strand(tier, intent)
+            raise
     if intent is not None:
         with tier.catalog.write() as change:
             change.release(intent)
@@ -161,7 +166,10 @@ def remove(
 
 
 def settle_intent(tier: LocalTier, intent: Intent) -> None:
-    """Bring what an intent left half-done to its end: nothing of it stays, but what was published. Idempotent."""
+    """Bring what an intent left half-done to its end: nothing of it stays, but what was published. Idempotent.
+
+    A file that cannot be removed keeps its room, and its intent, which is tried again with others that are stranded.
+    """
     drafts, purged = f"{tier.root}/{DRAFTS}", intent.payload.startswith(PURGE)
     for name in os.listdir(drafts):
         if name.startswith(draft_prefix(intent)):
@@ -170,14 +178,42 @@ def settle_intent(tier: LocalTier, intent: Intent) -> None:
     with tier.names.hold(addresses):
         with tier.catalog.read() as snapshot:
             present = snapshot.contains(addresses)
+        stuck: dict[bytes, int] = {}
         for address, published in zip(addresses, present, strict=True):
             path = tier.path(address)
-            if path is not None and not published:
-                _erase(path, purged=purged)
+            if path is not None and not published and not _is_erased(path, purged=purged):
+                stuck[address] = occupied(path)
         measured = tier.folders.measure(_folders(tier, addresses))
         with tier.catalog.write() as change:
             tier.folders.record(change.txn, measured)
-            change.release(intent)
+            if not stuck:
+                change.release(intent)
+            elif len(stuck) < len(addresses):  # else it says so already
+                payload = (PURGE if purged else b"") + pack_addresses(stuck)
+                intent = change.amend(intent, sum(stuck.values()), payload)
+    if stuck:
+        _strand(tier, intent)
+
+
+def _strand(tier: LocalTier, intent: Intent | None) -> None:
+    """Keep an intent that cannot be settled now for later."""
+    if intent is not None:
+        with tier.lock:
+            tier.stranded.append(intent)
+
+
+def _is_erased(path: str, *, purged: bool) -> bool:
+    """Take a file away; False, and said once, where that is not permitted or its device fails."""
+    try:
+        _erase(path, purged=purged)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EACCES, errno.EIO, errno.EUCLEAN):
+            raise
+        if path not in _told:
+            _told.add(path)
+            _log.warning("%s cannot be removed (%s): it keeps its room, and is tried again", path, error.strerror)
+        return False
+    return True
 
 
 def _erase(path: str, *, purged: bool) -> None:
@@ -205,8 +241,14 @@ def reclaim(tier: LocalTier, *, alone: bool = False) -> None:
             erase(f"{tier.root}/{DRAFTS}/{name}")
     with tier.lock:
         stranded, tier.stranded = tier.stranded, []
-    for intent in stranded:
-        settle_intent(tier, intent)
+    while stranded:
+        try:
+            settle_intent(tier, stranded[-1])
+            stranded.pop()
+        except BaseException:
+            with tier.lock:
+                tier.stranded += stranded
+            raise
 
 
 def reclaim_if_due(tier: LocalTier, interval: float) -> None:
