@@ -126,7 +126,7 @@ class Scrubber:
         self._name = str(store.url)
         self._catalog, self._path, self._rate, self._mode = catalog, directory / SCRUB_FILE, rate, mode
         self._descriptor: int | None = None
-        self._done = Scrubbed()
+        self._done: Scrubbed = Scrubbed()
         self._saved = 0.0
         self._memory = ThreadMemory()
         self._stopping = threading.Event()

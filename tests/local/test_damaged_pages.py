@@ -140,7 +140,7 @@ def test_whichever_inner_page_is_zeroed_nobody_is_ended_by_it(
     scheme, path = whole
     found = classes(catalogue_of(path).read_bytes())
     copies: list[str] = []
-    for number in found["leaf"] + found["branch"]:
+    for number in (found["leaf"] + found["branch"])[:: 4 if scheme == "file" else 1]:
         copy = root / str(number)
         shutil.copytree(path, copy)
         with catalogue_of(copy).open("r+b") as file:
