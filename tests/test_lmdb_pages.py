@@ -1,0 +1,119 @@
+"""Pages read without LMDB, held against py-lmdb's own verifier: what keeps LMDB from finding its way is seen."""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+from typing import TYPE_CHECKING
+
+import pytest
+from lmdb.verify import VerifyError, verify
+
+from kvstore.environment import Environment
+from kvstore.lmdb_files import damage, readable
+from kvstore.lmdb_pages import PAGE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BRANCH, LEAF, VALUE = 1, 2, 4
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """An environment with trees of two levels, large values, and free pages."""
+    environment = Environment.open(tmp_path, ["a", "b", "empty"])
+    chance = random.Random(1)
+    for start in range(0, 600, 100):
+        with environment.write() as txn:
+            for number in range(start, start + 100):
+                txn.put(b"%06d" % number, chance.randbytes(chance.randrange(300)), db=environment.databases["a"])
+            for number in range(start, start + 5):
+                txn.put(b"%06d" % number, chance.randbytes(9000), db=environment.databases["b"])
+    with environment.write() as txn:
+        for number in range(0, 600, 7):
+            txn.delete(b"%06d" % number, db=environment.databases["a"])
+        txn.delete(b"000001", db=environment.databases["b"])
+    environment.close()
+    return tmp_path / "data.mdb"
+
+
+def pages(raw: bytes, kind: int) -> list[int]:
+    heads = [struct.unpack_from("=QHH", raw, number * PAGE) for number in range(len(raw) // PAGE)]
+    return [number for number, head in enumerate(heads) if (head[0], head[2]) == (number, kind)]
+
+
+def verifier_objects(folder: Path) -> bool:
+    try:
+        return bool(verify(str(folder)))
+    except VerifyError:
+        return True
+
+
+def changed(path: Path, raw: bytes, place: int, data: bytes) -> None:
+    path.write_bytes(raw)
+    with path.open("r+b") as file:
+        os.pwrite(file.fileno(), data, place)
+
+
+def test_a_sound_file_is_sound(data: Path) -> None:
+    assert damage(data.parent, thorough=False, values=True) is None
+    assert not verifier_objects(data.parent)
+
+
+@pytest.mark.parametrize("with_what", [b"\0", b"\xff"])
+def test_every_inner_page_that_is_in_use_is_missed_when_it_is_lost(data: Path, with_what: bytes) -> None:
+    raw = data.read_bytes()
+    seen: list[bool] = []
+    for number in pages(raw, BRANCH) + pages(raw, LEAF):
+        changed(data, raw, number * PAGE, with_what * PAGE)
+        seen.append(damage(data.parent, thorough=False, trees=True) is not None)
+        assert seen[-1] == verifier_objects(data.parent), number
+    assert seen.count(True) > 10
+    assert seen.count(False) > 3
+
+
+def test_the_header_of_every_large_value_is_looked_at_when_values_are(data: Path) -> None:
+    raw = data.read_bytes()
+    seen = 0
+    for number in pages(raw, VALUE):
+        changed(data, raw, number * PAGE + 12, struct.pack("=I", 77))
+        assert damage(data.parent, thorough=False, trees=True) is None
+        found = damage(data.parent, thorough=False, values=True)
+        assert (found is not None) == verifier_objects(data.parent)
+        seen += found is not None
+    assert seen == 29
+
+
+def test_no_bit_makes_it_fail_itself_and_none_that_leads_astray_is_overlooked(data: Path) -> None:
+    """Counts, places, sizes, flags and numbers of pages; a bit of a key or a value is not for it to see."""
+    raw, chance = data.read_bytes(), random.Random(3)
+    overlooked = seen = 0
+    for number in pages(raw, BRANCH) + pages(raw, LEAF):
+        for _ in range(8):
+            place = number * PAGE + chance.choice([*range(8), 10, *range(12, 40)])
+            changed(data, raw, place, bytes([raw[place] ^ 1 << chance.randrange(8)]))
+            found = damage(data.parent, thorough=False, trees=True) is not None
+            objected = verifier_objects(data.parent)
+            assert not found or objected
+            seen, overlooked = seen + found, overlooked + (objected and not found)
+            with data.open("rb") as file:  # whatever it is, what is readable can be read without an end
+                for name in ("a", "b"):
+                    assert len(readable(file.fileno())(name)) <= 1200
+    assert seen > 50
+    assert overlooked <= seen // 10  # keys out of order
+
+
+def test_what_is_readable_of_a_sound_file_is_all_of_it(data: Path) -> None:
+    environment = Environment.open(data.parent, ["a", "b", "empty"], readonly=True)
+    with environment.read() as txn:
+        expected = {
+            name: {bytes(key): bytes(value) for key, value in txn.cursor(environment.databases[name])}
+            for name in ("a", "b", "empty")
+        }
+    environment.close()
+    with data.open("rb") as file:
+        read = readable(file.fileno())
+        assert {name: {key: load() for key, load in read(name).items()} for name in expected} == expected
+    assert [len(entries) for entries in expected.values()] == [514, 29, 0]
