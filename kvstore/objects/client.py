@@ -134,7 +134,7 @@ class ObjectClient(ABC):
         self._unless_missing("DELETE", lambda: self._delete(path))
 
     def keeps_versions(self, path: str) -> bool | None:
-        """Whether what is deleted stays as an earlier version, going by the object at `path`; None: it does not tell."""
+        """Whether what is deleted stays as an earlier version, as the object at `path` has it; None: not known."""
         return self._unless_missing("HEAD", lambda: self._keeps_versions(path))
 
     def overwrite(self, path: str) -> None:  # noqa: B027 - an object is whole or not
