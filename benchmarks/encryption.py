@@ -44,6 +44,8 @@ class Load:
     keys: list[BlockKey]
     data: list[np.ndarray[Any, Any]]
     threads: int
+    pool: ThreadPoolExecutor
+    """Threads that stay, as an engine's do: each keeps its staging memory."""
 
     def parts(self) -> list[list[int]]:
         """The blocks of each thread."""
@@ -75,8 +77,7 @@ class Load:
                 raise SystemExit("a block came back with other bytes")
 
     def _all(self, work: Callable[[list[int]], None]) -> None:
-        with ThreadPoolExecutor(self.threads) as pool:
-            list(pool.map(work, self.parts()))
+        list(self.pool.map(work, self.parts()))
 
 
 def aligned(nbytes: int) -> np.ndarray[Any, Any]:
@@ -115,7 +116,8 @@ def one_round(scheme: str, sealed: bool, folder: Path, load: Load) -> dict[str, 
 
 def figures(scheme: str, rounds: int, folder: Path, load: Load) -> dict[str, dict[str, float]]:
     """Medians and ratios of the two tiers' turns."""
-    one_round(scheme, False, folder, load)  # a first round warms the process
+    for sealed in (False, True):  # a first round of each warms the process
+        one_round(scheme, sealed, folder, load)
     turns = [(sealed, one_round(scheme, sealed, folder, load)) for _ in range(rounds) for sealed in (False, True)]
     size = len(load.keys) * load.data[0].nbytes / 1e9
     answer: dict[str, dict[str, float]] = {}
@@ -140,7 +142,7 @@ def prepared(blocks: int, nbytes: int, threads: int) -> Load:
     data = [aligned(nbytes) for _ in range(threads)]
     for block in data:
         block[:] = chance.integers(0, 256, nbytes, np.uint8)
-    return Load(space, [BlockKey(chance.bytes(32)) for _ in range(blocks)], data, threads)
+    return Load(space, [BlockKey(chance.bytes(32)) for _ in range(blocks)], data, threads, ThreadPoolExecutor(threads))
 
 
 def main() -> None:

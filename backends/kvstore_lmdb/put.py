@@ -110,6 +110,8 @@ class Puts:
             items: list[_Item] = []
             end = 0
             for block in blocks:
+                if block.data_key is None and self._tier.sealer is not None:
+                    raise ValueError(f"{block.block.key!r} is not sealed, and is not to be written into this tier")
                 start, end = end, end + block.value_bytes
                 value = memory[start:end]
                 fill(value, namespace, block.block.key, block.payload, now, block.data_key)

@@ -127,6 +127,8 @@ class BlockFrame:
 
     def seal(self, closing: NDArray[np.uint8], payload: NDArray[np.uint8], facts: BlockFacts) -> None:
         """Fill `closing` (at least `self.closing` bytes, the caller's) so that it completes `payload`."""
+        if self.sealed and not facts.key_id:
+            raise ValueError(f"{facts.key!r} is not sealed, and is not to be written into an encrypted tier")
         closing[: self.rest] = payload[self.whole :]
         closing[self._tail_end : self._tail_crc_at] = 0
         view = closing.data

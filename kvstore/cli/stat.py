@@ -57,6 +57,8 @@ def _show(tier: TierURL, store: BlockStore, found: list[NamespaceSummary]) -> No
     if usage.pinned:
         click.echo(f"  {format_size(usage.pinned)} pinned, which nothing evicts")
     click.echo(f"  I/O: {can.io}; {'shared' if can.shared else 'not shared'} between processes")
+    if can.sealed:
+        click.echo("  encrypted, with a data key for each tenant")
     for note in can.notes:
         click.echo(f"  note: {note}")
     if (done := store.scrubbed()) is not None:

@@ -183,6 +183,12 @@ class Keyring:
         with self._lock:
             self._operator_key = new_operator_key
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Let go of the file and forget the keys."""
         with self._lock:

@@ -12,7 +12,7 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,9 +21,6 @@ from kvstore import BlockKey
 from kvstore.errors import InvalidOptionError, KeyringError
 from kvstore.rekeying import rewrap
 from kvstore.sealing import SEAL_BYTES, DataKey, Keyring, KeySource, Unsealed, seal_into, unseal_into
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 KEY, OTHER = bytes(range(7, 39)), bytes(range(140, 172))
 SPACE, BLOCK = b"n" * 16, BlockKey(b"d" * 32, group=3)
@@ -180,15 +177,19 @@ class TestRewrapping:
 
 def _make_keys(path: str, tenants: list[str]) -> dict[str, DataKey]:
     keyring = Keyring.open(path, KEY_OF_CHILDREN)
+    Path(f"{path}.{os.getpid()}.ready").touch()
+    while len(list(Path(path).parent.glob("*.ready"))) < CHILDREN:  # all of them at once
+        time.sleep(0.0005)
     return {tenant: keyring.data_key(tenant) for tenant in tenants}
 
 
+CHILDREN = 4
 KEY_OF_CHILDREN = bytes(range(100, 132))
 
 
 def test_processes_that_make_keys_at_once_agree_on_them(path: Path) -> None:
     tenants = [f"tenant-{number}" for number in range(12)]
-    with ProcessPoolExecutor(4, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(CHILDREN, mp_context=get_context("spawn")) as pool:
         found = [
             job.result()
             for job in [pool.submit(_make_keys, str(path), tenants[shift:] + tenants[:shift]) for shift in (0, 3, 6, 9)]
@@ -221,6 +222,23 @@ def test_a_process_killed_while_it_writes_leaves_a_whole_keyring(path: Path) -> 
         after = Keyring.open(path, KEY_OF_CHILDREN)
         assert after.data_key("") == kept
         assert {f"{run}-{number}" for number in told} <= set(after.tenants())
+
+
+def test_who_reads_while_another_writes_never_sees_half_a_keyring(path: Path) -> None:
+    reader = Keyring.open(path, KEY_OF_CHILDREN)
+    kept = reader.data_key("")
+    command = [sys.executable, "-c", WRITER, str(path), "busy"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        until, looks = time.monotonic() + 0.5, 0
+        while time.monotonic() < until:
+            assert reader.ring().current[""] == kept
+            Keyring.open(path, KEY_OF_CHILDREN, create=False).close()
+            looks += 1
+        writer.kill()
+    assert looks > 10
+    assert len(reader.tenants()) > 10
 
 
 class TestSealedBlocks:

@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
     from kvstore import BlockKey, Namespace
 
-SEALED = ("file", "lmdb", "sqlite", "remote")
+SEALED = ("file", "lmdb")
+OTHERS = ("sqlite", "remote")
 
 
 class SealedHooks(StoreHooks):
     """Where sealed tiers are, and how to go past them."""
 
-    @pytest.fixture(params=SEALED)
+    @pytest.fixture(params=[*SEALED, *(pytest.param(kind, marks=pytest.mark.soak) for kind in OTHERS)])
     def url(self, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         if request.param == "sqlite":
             monkeypatch.syspath_prepend(request.getfixturevalue("sqlite_site"))

@@ -169,6 +169,14 @@ class TestServing:
             in_another_process(raw.put, twin, (SPACE, key(1)), planted)
             assert get(store, [1, 2]) == [CORRUPT, HIT]
 
+    def test_of_two_who_begin_a_tier_one_way_and_the_other_the_second_stores_nothing(self, tmp_path: Path) -> None:
+        plain = f"file://{tmp_path}/tier?remote=true"
+        with open_store(plain) as first, open_store(sealed(plain, tmp_path)) as second:
+            assert first.put_many(SPACE, writes([1])) == [STORED]
+            assert second.put_many(SPACE, writes([1, 2])) == [FAILED, FAILED]
+            assert get(first, [1]) == [HIT]
+            assert get(second, [1]) == [MISS]
+
 
 class TestTenants:
     def test_whose_key_is_destroyed_their_blocks_are_misses_and_go(self, url: str, tmp_path: Path) -> None:
@@ -184,6 +192,15 @@ class TestTenants:
                 assert get(one, [1, 2, 3]) == [MISS, HIT, HIT]
             assert store.put_many(SPACE, [of_tenant(1, "acme")]) == [STORED]
             assert get(other, [1]) == [HIT]
+
+    def test_damage_is_told_from_a_key_that_was_destroyed(self, url: str, tmp_path: Path) -> None:
+        with open_store(url) as store:
+            store.put_many(SPACE, [of_tenant(1, "acme"), of_tenant(2, "acme")])
+            keyring(tmp_path).destroy("acme")
+            place = (SPACE, key(1))
+            stored = in_another_process(raw.read, Tier.at(url), place)
+            in_another_process(raw.put, Tier.at(url), place, stored[:3000] + b"?" + stored[3001:])
+            assert get(store, [1, 2]) == [CORRUPT, MISS]
 
     def test_a_block_that_is_there_under_anothers_key_stays(self, url: str, tmp_path: Path) -> None:
         with open_store(url) as store:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 from sealing_helpers import key_file, sealed
 
-from kvstore import BlockLayout, BlockWrite, Namespace, open_store
+from kvstore import BlockLayout, BlockRead, BlockWrite, GetOutcome, Namespace, open_store
 from kvstore.errors import KeyringError
 from kvstore.sealing import Keyring, KeySource
 from kvstore.testing.supply import key
@@ -44,36 +46,37 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, values: NDArray[np.float
     return url
 
 
-def read(tier: Path, expected: Path, **environment: str) -> str:
-    folder = tier / NamespaceTree(SPACE).folder(key(1))
-    place = ",".join(map(str, DigestWords(32).index(key(1).digest)))
-    path = os.pathsep.join(filter(None, sys.path))
+def test_stock_zarr_reads_it_with_the_keys_and_not_without(tmp_path: Path, values: NDArray[np.float16]) -> None:
+    with open_store(sealed(f"file://{tmp_path}/tier", tmp_path)) as store:
+        store.put_many(SPACE, [BlockWrite(key(number), values.data) for number in (1, 2)])
+    np.save(tmp_path / "expected.npy", values)
+    tree = NamespaceTree(SPACE)
+    damaged = tmp_path / "tier" / tree.block(key(2))
+    data = bytearray(damaged.read_bytes())
+    data[200] ^= 1
+    damaged.write_bytes(data)
+    Keyring.open(tmp_path / "other.json", KeySource.parse(f"file:{key_file(tmp_path)}").read())
+
+    def look(number: int, **environment: str) -> dict[str, object]:
+        place = DigestWords(32).index(key(number).digest)
+        folder = str(tmp_path / "tier" / tree.folder(key(number)))
+        return {"folder": folder, "place": place, "expected": f"{tmp_path}/expected.npy", "environment": environment}
+
+    keys = {"KVSTORE_ENCRYPTION": f"file:{key_file(tmp_path)}", "KVSTORE_KEYRING": f"{tmp_path}/keyring.json"}
+    looks = [look(1), look(1, **keys), look(2, **keys), look(1, **keys | {"KVSTORE_KEYRING": f"{tmp_path}/other.json"})]
     done = subprocess.run(
-        [sys.executable, str(READER), str(folder), place, str(expected)],
-        env={**os.environ, "PYTHONPATH": path, **environment},
+        [sys.executable, str(READER)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        input=json.dumps(looks),
         capture_output=True,
         text=True,
         check=True,
     )
-    return done.stdout.strip()
-
-
-def test_stock_zarr_reads_it_with_the_keys_and_not_without(
-    url: str, tmp_path: Path, values: NDArray[np.float16]
-) -> None:
-    assert url
-    np.save(tmp_path / "expected.npy", values)
-    keys = {"KVSTORE_ENCRYPTION": f"file:{key_file(tmp_path)}", "KVSTORE_KEYRING": f"{tmp_path}/keyring.json"}
-    tier, expected = tmp_path / "tier", tmp_path / "expected.npy"
-    assert read(tier, expected, **keys) == "equal"
-    assert read(tier, expected).startswith("KeyringError these blocks are encrypted")
-    Keyring.open(tmp_path / "other.json", KeySource.parse(f"file:{key_file(tmp_path)}").read())
-    assert "is keyring" in read(tier, expected, **keys | {"KVSTORE_KEYRING": f"{tmp_path}/other.json"})
-    block = next(path for path in tier.rglob("*.0.0.0.0.0") if path.is_file())
-    data = bytearray(block.read_bytes())
-    data[200] ^= 1
-    block.write_bytes(data)
-    assert "checksum" in read(tier, expected, **keys)
+    without, with_keys, of_damaged, with_others = done.stdout.splitlines()
+    assert without.startswith("KeyringError these blocks are encrypted")
+    assert with_keys == "equal"
+    assert "checksum" in of_damaged
+    assert "is keyring" in with_others
 
 
 def test_the_block_as_an_array_of_an_open_tier(url: str, values: NDArray[np.float16], tmp_path: Path) -> None:
@@ -85,6 +88,22 @@ def test_the_block_as_an_array_of_an_open_tier(url: str, values: NDArray[np.floa
         gone = store.zarr_array(SPACE, key(1))  # type: ignore[attr-defined]
         with pytest.raises(KeyringError, match="destroyed"):
             gone[...]
+
+
+def test_of_two_ids_of_data_keys_that_differ_neither_is_believed(tmp_path: Path) -> None:
+    url = sealed(f"file://{tmp_path}/tier", tmp_path)
+    with open_store(url) as store:
+        store.put_many(SPACE, [BlockWrite(key(1), bytes(LAYOUT.nbytes))])
+        ring = Keyring.open(tmp_path / "keyring.json", KeySource.parse(f"file:{key_file(tmp_path)}").read())
+        frame = NamespaceTree(SPACE, ring.id).frames[0]
+        path = tmp_path / "tier" / NamespaceTree(SPACE).block(key(1))
+        file = np.frombuffer(bytearray(path.read_bytes()), np.uint8)
+        facts = frame.facts(file[frame.whole :])
+        assert facts is not None
+        frame.seal(file[frame.whole :], file[: frame.payload_bytes].copy(), replace(facts, key_id=b"another data key"))
+        path.write_bytes(file.tobytes())
+        into = bytearray(LAYOUT.nbytes)
+        assert store.get_many_into(SPACE, [BlockRead(key(1), into)]) == [GetOutcome.CORRUPT]
 
 
 def test_the_documents_say_which_keyring_and_the_codec_takes_nothing_else(url: str, tmp_path: Path) -> None:
