@@ -28,6 +28,7 @@ from kvstore.catalog import (
 )
 from kvstore.environment import Environment
 from kvstore.errors import CapacityMismatchError, NewerFormatError, NotAStoreError, StoreClosedError
+from kvstore.records import times_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,6 +60,11 @@ def catalog(tmp_path: Path) -> Iterator[Catalog]:
 def entry(number: int, size: int = 4096, last_used: int | None = None, space: Namespace = SPACE) -> Entry:
     address = address_of(space, BlockKey(number.to_bytes(32, "big"), number % 2))
     return Entry(address, size, 1000 + number, 1000 + number if last_used is None else last_used)
+
+
+def test_times_are_read_from_an_entrys_bytes_as_the_entry_has_them() -> None:
+    some = replace(entry(7, last_used=123_456), generation=9, hits=3, position=4, parent=bytes(32))
+    assert times_of(some.packed()) == (some.created, some.last_used)
 
 
 def ages(snapshot: Snapshot) -> list[bytes]:
