@@ -149,7 +149,7 @@ class FsspecClient(ObjectClient):
 
     def _disconnect(self) -> None:
         """Close connections, as far as the file system has a way to."""
-        if self._protocol in ("http", "https") and (session := getattr(self._fs, "_session", None)) is not None:
+        if self._protocol in _TAKE_A_LOOP and (session := getattr(self._fs, "_session", None)) is not None:
             asyncio.run_coroutine_threadsafe(session.close(), self._own_loop.loop).result(self.timeout)
         if (service := getattr(self._fs, "service_client", None)) is not None:  # of adlfs
             asyncio.run_coroutine_threadsafe(service.close(), self._fs.loop).result(self.timeout)
