@@ -14,7 +14,7 @@ from kvstore.presence import permit
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["NotAFileError", "make_folder", "open_file"]
+__all__ = ["NotAFileError", "make_folder", "open_file", "open_unchecked"]
 
 
 class NotAFileError(OSError):
@@ -26,16 +26,21 @@ def open_file(path: str, flags: int) -> int:
 
     Raises `NotAFileError` where something else stands, or whatever open(2) says.
     """
-    try:
-        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR) or _is_something_else(path):
-            raise NotAFileError(error.errno, "no regular file", path) from error
-        raise
+    fd = open_unchecked(path, flags)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise NotAFileError(errno.EINVAL, "no regular file", path)
     return fd
+
+
+def open_unchecked(path: str, flags: int) -> int:
+    """As `open_file`, but a pipe or a folder may be open on return: for who looks at its size anyway."""
+    try:
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR) or _is_something_else(path):
+            raise NotAFileError(error.errno, "no regular file", path) from error
+        raise
 
 
 def _is_something_else(path: str) -> bool:

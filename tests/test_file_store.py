@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -32,6 +32,7 @@ from kvstore import (
     open_store,
 )
 from kvstore.errors import NotAStoreError, StoreDamagedError, StoreNotFoundError
+from kvstore_zarr.device import BlockDevice
 from kvstore_zarr.format import BlockFrame
 from kvstore_zarr.metadata import NamespaceTree
 from kvstore_zarr.names import NameLocks
@@ -267,6 +268,30 @@ class TestReadersAndEvictions:
                 assert get(store, [1]) == [HIT]
                 timer.join()
             assert store.usage().blocks == 1
+
+    def test_a_child_that_was_forked_during_a_get_keeps_no_block_from_eviction(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        children: list[int] = []
+        read = BlockDevice.read
+
+        def read_and_fork(device: BlockDevice, *arguments: Any) -> bool:
+            children.append(os.fork())
+            if not children[-1]:
+                time.sleep(60)
+                os._exit(0)
+            return read(device, *arguments)
+
+        with open_store(f"file://{root}") as store:
+            put(store, [1])
+            monkeypatch.setattr(BlockDevice, "read", read_and_fork)
+            try:
+                assert get(store, [1]) == [HIT]
+                with file_of(root, 1).open("rb") as evictor:
+                    fcntl.flock(evictor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            finally:
+                os.kill(children[0], 9)
+                os.waitpid(children[0], 0)
 
     def test_gets_beside_evictions_never_see_a_wrong_or_a_corrupt_block(self, root: Path) -> None:
         with open_store(f"file://{root}", capacity=4 * MIB) as store, ThreadPoolExecutor(6) as pool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.errors import StoreAccessError
-from kvstore.files import open_file
+from kvstore.files import open_file, open_unchecked
 from kvstore.integrity import address_in_memory
 from kvstore.presence import permit
 from kvstore_zarr.format import PAGE
@@ -161,6 +161,10 @@ class BlockDevice:
     def open(self, path: str, *, writable: bool = False) -> int:
         """A descriptor of the regular file `path`, for reading or also for overwriting it in place. As `open_file`."""
         return open_file(path, (os.O_RDWR if writable else os.O_RDONLY) | self._flags)
+
+    def open_unchecked(self, path: str) -> int:
+        """A descriptor of `path` for reading, as `kvstore.files.open_unchecked`."""
+        return open_unchecked(path, os.O_RDONLY | self._flags)
 
     def closing(self) -> NDArray[np.uint8]:
         """This thread's page-aligned buffer for a closing; valid until the thread's next transfer."""

@@ -112,7 +112,7 @@ def _look(
 ) -> _Look | _Bad:
     """Read the file once: what was found."""
     try:
-        fd = tier.device.open(path)
+        fd = tier.device.open_unchecked(path)
     except (FileNotFoundError, NotADirectoryError):
         return _Bad(None, GetOutcome.MISS)
     except OSError as error:
@@ -125,7 +125,7 @@ def _look(
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return _Look.BUSY
-        status = os.fstat(fd)
+        status = os.fstat(fd)  # what is no regular file has not the size of a block, or cannot be read
         found = _read(tier, tree, fd, status.st_size, key, into, ring)
         if found is Unsealed.GOOD:
             return _Look.GOOD

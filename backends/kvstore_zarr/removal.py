@@ -60,9 +60,28 @@ def inode_of(path: str) -> int | None:
         return None
 
 
+class _Forks:
+    """Whether this process has ever forked, or is about to."""
+
+    happened = False
+
+    @classmethod
+    def note(cls) -> None:
+        """Before a fork."""
+        cls.happened = True
+
+
+os.register_at_fork(before=_Forks.note)
+
+
 def release(fd: int) -> None:
-    """Let go of a block file and of the lock on it, also where a child forked meanwhile has it open."""
-    fcntl.flock(fd, fcntl.LOCK_UN)
+    """Let go of a block file and of the lock on it, also where a child forked meanwhile has it open.
+
+    Closing is enough where no child can: a call less for each block that is read. (A child that executes another
+    program at once, as `subprocess` makes them, closes it by doing so.)
+    """
+    if _Forks.happened:
+        fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 
 

@@ -145,8 +145,8 @@ def test_a_file_that_a_put_took_over_while_it_was_being_opened_is_looked_at_agai
             opened.append(fd)
             return fd
 
-        device_open = device.open
-        monkeypatch.setattr(type(device), "open", lambda _, name: overtaken(name))
+        device_open = device.open_unchecked
+        monkeypatch.setattr(type(device), "open_unchecked", lambda _, name: overtaken(name))
         assert get(store, [0], SMALL) == [GetOutcome.HIT]
         assert len(opened) == 2
 
