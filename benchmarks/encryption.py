@@ -149,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="what encryption costs")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--blocks", type=int, default=96)
+    parser.add_argument("--blocks", type=int, default=192)
     parser.add_argument("--block-mib", type=float, default=2)
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--folder", type=Path, default=Path())
