@@ -8,7 +8,7 @@ Both local backends open and close through here, before they touch a file of the
 | `gate` | locked exclusively while a process opens or closes, never longer |
 | `users` | locked shared for as long as a process has the tier open; who gets it exclusively is alone |
 | `lease-<32 hex digits>` | one per opening, locked exclusively for life; one that can be locked belongs to the dead |
-| `state` | one line, padded to 64 bytes: `clean`, `dirty <boot id>`, or `rebuilding` |
+| `state` | one line, padded to 64 bytes: `clean [<what the records were like>]`, `dirty <boot id>`, or `rebuilding` |
 | `scrub` | locked exclusively by the one who scrubs, if anybody does; how far that has come (`kvstore.scrub`) |
 
 A lease is made under a temporary name, locked, and then renamed, so one that can be seen unlocked is dead. `state` is
@@ -22,7 +22,7 @@ import errno
 import fcntl
 import os
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakSet
@@ -142,6 +142,7 @@ class Presence:
         self.lease = bytes(16) if readonly else os.urandom(16)
         self.alone, self.found = False, State.MISSING
         self._distrusted = False
+        self._sealed = self._found_seal = ""
         self._descriptors: dict[str, int] = {}
         _all.add(self)
 
@@ -206,6 +207,16 @@ class Presence:
         if self.gone:
             raise TierUnavailable(f"{self.directory} was removed while it was open here: close it and open it again")
 
+    def seal(self, records: Path) -> None:
+        """Remember what this file is like, now that the last user is done with it: see `untouched`."""
+        self._sealed = _likeness(records)
+
+    def untouched(self, records: Path) -> bool:
+        """Whether the tier was left clean and this file is, by inode, size and time, as its last user left it."""
+        with suppress(OSError):
+            return self.found is State.CLEAN and bool(self._found_seal) and self._found_seal == _likeness(records)
+        return False
+
     def distrust(self) -> None:
         """The tier's records were found damaged: the last user to leave does not call them clean, and the next one to
         come alone looks closely or builds them anew.
@@ -217,7 +228,8 @@ class Presence:
 
         On a full disk the line is overwritten in place: less than a sector, and if it is torn it reads as `SUSPECT`.
         """
-        line = f"{state.value} {_boot_id()}" if state is State.DIRTY else state.value
+        more = _boot_id() if state is State.DIRTY else self._sealed if state is State.CLEAN else ""
+        line = f"{state.value} {more}".rstrip()
         path, temporary = self.directory / "state", self.directory / f"{_NEW}state"
         try:
             self._write(temporary, line, os.O_CREAT | os.O_TRUNC)
@@ -313,8 +325,11 @@ class Presence:
             words = (self.directory / "state").read_text("ascii", "replace").split()
         except FileNotFoundError:
             return State.MISSING
-        if words in (["clean"], ["rebuilding"]):
-            return State(words[0])
+        if words[:1] == ["clean"] and len(words) <= 2:
+            self._found_seal = words[1] if len(words) == 2 else ""
+            return State.CLEAN
+        if words == ["rebuilding"]:
+            return State.REBUILDING
         return State.DIRTY if words == ["dirty", _boot_id()] else State.SUSPECT
 
     def _leave(self) -> None:
@@ -348,6 +363,11 @@ def _open_dead(path: Path) -> int | None:
         return descriptor
     os.close(descriptor)
     return None
+
+
+def _likeness(path: Path) -> str:
+    status = path.stat()
+    return f"{status.st_ino:x}-{status.st_size:x}-{status.st_mtime_ns:x}"
 
 
 def _boot_id() -> str:

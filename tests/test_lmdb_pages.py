@@ -117,3 +117,18 @@ def test_what_is_readable_of_a_sound_file_is_all_of_it(data: Path) -> None:
         read = readable(file.fileno())
         assert {name: {key: load() for key, load in read(name).items()} for name in expected} == expected
     assert [len(entries) for entries in expected.values()] == [514, 29, 0]
+
+
+def test_of_a_file_that_nobody_touched_pages_are_looked_at_where_that_is_soon_done(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = bytearray(data.read_bytes())
+    for at in range(2 * PAGE, len(raw), PAGE):
+        if raw[at + 10] == BRANCH:
+            raw[at + 16 : at + PAGE] = bytes(PAGE - 16)
+    data.write_bytes(raw)
+    assert damage(data.parent, thorough=False, trees=True, untouched=True)
+    monkeypatch.setattr("kvstore.lmdb_files.SOON_DONE", 0)
+    assert damage(data.parent, thorough=False, trees=True, untouched=True) is None
+    assert damage(data.parent, thorough=False, trees=True)
+    assert damage(data.parent, thorough=True, untouched=True)

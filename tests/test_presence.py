@@ -248,3 +248,46 @@ def test_files_have_the_mode_that_was_asked_for_whatever_the_umask(tmp_path: Pat
             pass
     finally:
         os.umask(before)
+
+
+def test_whether_records_are_as_the_last_user_left_them(tmp_path: Path) -> None:
+    records = tmp_path / "records"
+    records.write_bytes(b"one")
+
+    def used(*, seal: bool = True) -> bool:
+        with Presence.opening(tmp_path) as presence:
+            untouched = presence.untouched(records)
+        with presence.closing():
+            if seal:
+                presence.seal(records)
+        return untouched
+
+    assert not used(), "nobody has said yet"
+    assert used()
+    records.write_bytes(b"two")
+    assert not used()
+    assert used(seal=False)
+    assert not used(), "who left it last did not say"
+    copy = records.rename(tmp_path / "old").read_bytes()
+    records.write_bytes(copy)
+    assert not used(), "another file"
+    assert used()
+    records.unlink()
+    with Presence.opening(tmp_path) as presence:
+        assert not presence.untouched(records)
+    with presence.closing():
+        pass
+
+
+def test_a_tier_that_was_not_left_clean_is_not_untouched(tmp_path: Path) -> None:
+    records = tmp_path / "records"
+    records.write_bytes(b"one")
+    with Presence.opening(tmp_path) as presence:
+        pass
+    with presence.closing():
+        presence.seal(records)
+    (tmp_path / "state").write_text("dirty 0000")
+    with Presence.opening(tmp_path) as presence:
+        assert not presence.untouched(records)
+    with presence.closing():
+        pass

@@ -345,6 +345,7 @@ class LMDBStore(BlockStore):
                     tier.presence.distrust()
                 if last:
                     tier.environment.sync()
+                    tier.presence.seal(tier.directory / "data.mdb")
                 tier.environment.close()
         finally:
             tier.environment.close()

@@ -179,7 +179,8 @@ def _repair(presence: Presence) -> tuple[str, ...]:
     """
     directory, missing = presence.directory, presence.found is State.MISSING
     unsure = missing or presence.found in (State.SUSPECT, State.REBUILDING)
-    problem = damage(directory, thorough=unsure and presence.alone, trees=presence.alone)
+    untouched = presence.untouched(directory / "data.mdb")
+    problem = damage(directory, thorough=unsure and presence.alone, trees=presence.alone, untouched=untouched)
     if problem is None:
         return ()
     if presence.readonly or not presence.alone:

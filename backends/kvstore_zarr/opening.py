@@ -96,6 +96,7 @@ def close_tier(tier: LocalTier) -> None:
                 tier.presence.distrust()
             if last:
                 tier.environment.sync()
+                tier.presence.seal(tier.environment.directory / "data.mdb")
     finally:
         tier.environment.close()
         if tier.sealer is not None:
@@ -193,7 +194,8 @@ def _slack(capacity: int | None, *, buffered: bool) -> int:
 def _must_rebuild(catalogue: Path, presence: Presence) -> bool:
     """Whether there is no catalogue to be trusted. Raises for one that must not even be opened. Under the gate."""
     suspect = presence.alone and presence.found not in (State.CLEAN, State.DIRTY)
-    problem = damage(catalogue, thorough=suspect, trees=presence.alone)
+    untouched = presence.untouched(catalogue / "data.mdb")
+    problem = damage(catalogue, thorough=suspect, trees=presence.alone, untouched=untouched)
     if problem is not None:
         raise StoreDamagedError(
             f"{problem}: open the tier alone and without readonly=true, and it is rebuilt. No block is lost"
