@@ -5,8 +5,11 @@ one by one.
 from __future__ import annotations
 
 import json
+import random
 import struct
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -311,6 +314,37 @@ class TestResealing:
             assert reseal([tier], keyrings_of([tier])).resealed == 3
             assert ids(store, numbers) == {new}
             assert get(store, list(numbers)) == [HIT] * 4
+
+
+@pytest.mark.parametrize("scheme", ["file", "lmdb"])
+def test_resealing_beside_readers_and_writers_costs_misses_and_nothing_else(scheme: str, tmp_path: Path) -> None:
+    url, numbers = sealed(f"{scheme}://{tmp_path}/tier", tmp_path), range(12)
+    tier, over = TierURL.parse(url), threading.Event()
+
+    def use(seed: int) -> set[str]:
+        chance, seen = random.Random(seed), set[str]()
+        with open_store(url) as store:
+            while not over.is_set():
+                some = chance.sample(numbers, 3)
+                seen |= {str(outcome) for outcome in store.put_many(SPACE, writes(some))}
+                seen |= {str(outcome) for outcome in get(store, some)}
+        return seen
+
+    with open_store(url) as store, ThreadPoolExecutor(3) as pool:
+        store.put_many(SPACE, writes(numbers))
+        users = [pool.submit(use, seed) for seed in range(3)]
+        try:
+            reports = [reseal([tier], keyrings_of([tier])) for _ in range(4)]
+        finally:
+            over.set()
+        seen = set[str]().union(*(user.result() for user in users))
+        assert seen <= {str(outcome) for outcome in (STORED, EXISTS, HIT, MISS)}
+        assert sum(report.resealed for report in reports) > len(numbers)
+        store.put_many(SPACE, writes(numbers))
+        get(store, list(numbers))  # what a batch has sealed with a key that was dropped meanwhile is taken out
+        store.put_many(SPACE, writes(numbers))
+        assert get(store, list(numbers)) == [HIT] * len(numbers)
+        assert len(ids(store, numbers)) == 1
 
 
 @pytest.mark.parametrize("scheme", ["file", "lmdb"])
