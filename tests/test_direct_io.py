@@ -132,10 +132,14 @@ def test_direct_blocks_stay_out_of_the_page_cache(direct_folder: Path) -> None:
     for io in ("direct", "buffered"):
         with open_store(f"file://{direct_folder}/{io}", io=io) as store:
             store.put_many(space, [BlockWrite(key(1), aligned_empty(MIB))])
-            store.get_many_into(space, [BlockRead(key(1), aligned_empty(MIB))])
             file = direct_folder / io / NamespaceTree(space).block(key(1))
-            done = subprocess.run([fincore, "-b", "-n", "-o", "RES", file], capture_output=True, text=True, check=True)
-            cached[io] = int(done.stdout)
+            for _ in range(10):  # somebody else on this machine may drop the page cache in between, a benchmark does
+                store.get_many_into(space, [BlockRead(key(1), aligned_empty(MIB))])
+                asked = [fincore, "-b", "-n", "-o", "RES", file]
+                done = subprocess.run(asked, capture_output=True, text=True, check=True)
+                cached[io] = int(done.stdout)
+                if cached[io]:
+                    break
     assert cached["direct"] == 0
     assert cached["buffered"] >= MIB
 

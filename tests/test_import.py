@@ -12,6 +12,7 @@ from kvstore.keys import KEY_SCHEME
 
 INTERRUPTED_AT = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts this in the background ignores it
 sys.argv = ["kvstore", "stat", "memory://nothing"]
 
 class Finder:

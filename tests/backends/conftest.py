@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PERSISTENT = ("file-direct", "file-buffered", "lmdb")
-EVERY_BACKEND = ("memory", *PERSISTENT, "readme", "sqlite")
+EVERY_BACKEND = ("memory", *PERSISTENT, "readme", pytest.param("sqlite", marks=pytest.mark.soak))
+"""SQLite is `KeyValueStore` again, as the README's example and Redis are."""
 
 
 @pytest.fixture(params=EVERY_BACKEND)

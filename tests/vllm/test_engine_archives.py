@@ -96,6 +96,7 @@ def moved(asked: Asked, archive: str, selected: tuple[str, ...], **more: Any) ->
     return made, new
 
 
+@pytest.mark.soak
 def test_a_text_archived_in_a_folder_answers_in_an_engine_with_another_tier(tmp_path: Path) -> None:
     asked = Asked(tmp_path, characters=1_500)
     made, tier = moved(asked, f"file://{tmp_path}/archives/apache", asked.of_text, in_process=True)
