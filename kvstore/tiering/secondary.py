@@ -45,6 +45,10 @@ log = logging.getLogger(__name__)
 LOCAL_STORES = 12
 """Stores side by side in a local tier, at most: six reached 0.87 of vLLM's `fs` where twelve reached 0.95."""
 
+NETWORK_THREADS = 16
+"""Transfers side by side where calls wait for a network: 144 blocks of 0.7 MiB from an S3 server on the same two cores
+came in 0.21 s, with two threads in 0.28 to 0.53 s."""
+
 LOAD_TIMEOUT = 10.0
 """Seconds. A disk that is busy with others is worth waiting for: its load cannot be parted from its slots anyway."""
 NETWORK_LOAD_TIMEOUT = 4.0
@@ -54,7 +58,8 @@ NETWORK_LOAD_TIMEOUT = 4.0
 class SecondaryTier:
     """One store, with its threads. `tier` is a URL, opened here and closed by `close`, or a store that stays yours.
 
-    - `threads`: how many transfers run at once (default: `default_threads`); one more answers lookups.
+    - `threads`: how many transfers run at once (default: `NETWORK_THREADS` where calls can hang on a network, else
+      `default_threads`); one more answers lookups.
     - `backlog_bytes`: stores accepted and not finished; beyond it a store is shed (one is always accepted).
     - `lookup_timeout`, `load_timeout`: seconds after which an unanswered lookup is a miss, and a load a failed one
       (default: `LOAD_TIMEOUT`, or `NETWORK_LOAD_TIMEOUT` where a call can hang on a network).
@@ -90,7 +95,7 @@ class SecondaryTier:
         self._counters = Counters(self.url)
         self._breaker = Breaker(self.url, pause)
         self._probe: Probe | None = None
-        threads = threads or default_threads()
+        threads = threads or (NETWORK_THREADS if can_hang else default_threads())
         stores = threads if can_hang else LOCAL_STORES
         self._transfers: TransferPool[TierJob] = TransferPool(threads, f"kvstore-{self._store.url.scheme}", stores)
         self._questions = Questions(self._store, namespace, lookup_timeout, self._counters, self._breaker)
