@@ -2,7 +2,7 @@
 
 ::
 
-        three lookups or loads in a row fail, or one takes too long
+        three lookups and loads in a row fail, or one takes too long
     CLOSED ──────────────────────────────────────────────────► OPEN ◄───────────┐
       ▲                                                         │ pause is over │ it fails
       │                                                         ▼               │
@@ -16,8 +16,8 @@ them for each prefix.
 would need threads of its own to see that a call hangs. Here all of it happens on the manager's thread.
 
 **Reads decide.** A store that refuses to write and still reads is worth reading; what it does not take is counted as
-failed stores, or shed when they pile up. Lookups and loads are counted apart: where the one works (out of a cache,
-say) and the other does not, every promise would be broken.
+failed stores, or shed when they pile up. A success takes back the failures of its own kind only: where lookups work (out
+of a cache, or because their answers have no body) and loads do not, every promise would be broken.
 
 **The probe** asks for a block that nobody has. That is a whole round trip, answered by no cache of lookups, which moves
 no payload; no request waits for it, and there is never more than one. It runs on a transfer thread: while calls hang on
@@ -48,7 +48,7 @@ __all__ = ["Breaker", "BreakerState", "Probe"]
 log = logging.getLogger(__name__)
 
 FAILURES = 3
-"""Lookups in a row, or loads, that end with an error. One that takes too long is enough: it has cost its time-out."""
+"""Lookups and loads that end with an error, without a success of their kind in between. One that takes too long is enough: it has cost its time-out."""
 PAUSE = 1.0
 """Seconds before the first probe."""
 LONGEST = 32
@@ -87,8 +87,9 @@ class Breaker:
     def heard(self, what: str, error: BaseException | None) -> None:
         """A lookup or a load ended in time: with an error, or without one."""
         self._failures[what] = self._failures[what] + 1 if error is not None else 0
-        if self._failures[what] >= FAILURES:
-            self._open(f"{FAILURES} {what}s in a row failed, the last with {error!r}")
+        if error is not None and self._failures.total() >= FAILURES:
+            failed = " and ".join(f"{count} {kind}s" for kind, count in sorted(self._failures.items()) if count)
+            self._open(f"{failed} in a row failed, the last with {error!r}")
 
     def timed_out(self, what: str, seconds: float) -> None:
         """A call is under way for longer than that."""

@@ -73,16 +73,25 @@ def pause_before_the_probe(breaker: Breaker, clock: Time) -> float:
 # By itself
 
 
-def test_it_opens_when_three_of_a_kind_fail_in_a_row_and_a_success_between_them_counts() -> None:
+def test_it_opens_at_three_errors_of_either_kind_and_a_success_takes_back_those_of_its_own() -> None:
     breaker = Breaker("memory://x")
     for error in (DOWN, DOWN, None, DOWN, DOWN):
         breaker.heard("load", error)
         assert not breaker.refuses
+    breaker.heard("lookup", None)
+    assert not breaker.refuses, "which says nothing of loads, nor opens by itself"
     breaker.heard("lookup", DOWN)
-    assert not breaker.refuses
-    breaker.heard("load", DOWN)
     assert breaker.refuses
     assert (breaker.state, breaker.trips) == (BreakerState.OPEN, 1)
+
+
+def test_lookups_that_work_do_not_hide_loads_that_fail() -> None:
+    breaker = Breaker("memory://x")
+    for _ in range(FAILURES):
+        assert not breaker.refuses
+        breaker.heard("lookup", None)
+        breaker.heard("load", DOWN)
+    assert breaker.refuses
 
 
 def test_one_call_that_takes_too_long_is_enough() -> None:
