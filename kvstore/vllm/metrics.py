@@ -12,7 +12,7 @@ from kvstore.tiering.breaker import BreakerState
 from kvstore.vllm._compat import OffloadingConnectorStats, OffloadingCounterMetadata, OffloadingGaugeMetadata
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from kvstore.archive.warming import Warming
     from kvstore.tiering.secondary import TierStats
@@ -67,14 +67,17 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
     return declared
 
 
-def of_archives(warming: Warming | None) -> dict[str, float]:
-    """What the metrics say of a tier's archives; zeros where it has none."""
-    warmed = None if warming is None else warming.warmed
+def of_archives(warmings: Sequence[Warming]) -> dict[str, float]:
+    """What the metrics say of a tier's archives: zeros where it has none.
+
+    All but the last of `warmings` were stopped. What they did still counts, for a counter may never go back.
+    """
+    warmed = [warming.warmed for warming in warmings]
     return {
-        "archives_restored": warmed.restored if warmed else 0,
-        "archives_failed": warmed.failed if warmed else 0,
-        "archives_waiting": warmed.waiting if warmed else 0,
-        "archive_blocks": warmed.blocks if warmed else 0,
+        "archives_restored": sum(each.restored for each in warmed),
+        "archives_failed": sum(each.failed for each in warmed),
+        "archives_waiting": warmed[-1].waiting if warmed else 0,
+        "archive_blocks": sum(each.blocks for each in warmed),
     }
 
 

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvstore.archive.warming import Warming
     from kvstore.namespace import Namespace
     from kvstore.tiering.secondary import TierReport
     from kvstore.vllm._compat import (
@@ -116,9 +117,15 @@ class KVStoreTier(SecondaryTierManager):
         self._metrics = Metrics(chosen.url)
         self._seen_keys = False
         self._events: list[OffloadingEvent] | None = [] if _announces(offloading_spec, chosen) else None
-        self.warming = chosen.begin_warming(self._namespace)
+        self._warmings: list[Warming] = []
+        self._warm()
         # After everything that can fail: an error's traceback would keep vLLM's memory from being unmapped.
         self._rows: NDArray[np.uint8] | None = np.frombuffer(primary_kv_view, np.uint8).reshape(rows, row_bytes)
+
+    @property
+    def warming(self) -> Warming | None:
+        """Of the option `archives`: how far that is."""
+        return self._warmings[-1] if self._warmings else None
 
     # Requests.
 
@@ -197,7 +204,7 @@ class KVStoreTier(SecondaryTierManager):
             self._tier.stats(),
             blocks_in_flight=len(self._jobs),
             refused_params=self._requests.refused,
-            **of_archives(self.warming),
+            **of_archives(self._warmings),
         )
 
     # Ends.
@@ -273,7 +280,13 @@ class KVStoreTier(SecondaryTierManager):
             self._tier.use(self._namespace)
             if self.warming is not None:  # it compared archives with the guess
                 self.warming.stop(0.0)
-                self.warming = self._options.begin_warming(self._namespace)
+                self._warm()
+
+    def _warm(self) -> None:
+        """Begin with the option's archives, compared with the namespace of now."""
+        warming = self._options.begin_warming(self._namespace)
+        if warming is not None:
+            self._warmings.append(warming)
 
     def _beyond_primary(self, key: bytes, request: ReqContext) -> bool:
         return positions_of(request).get(key, 0) > self._last_token

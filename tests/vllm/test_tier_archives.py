@@ -90,6 +90,19 @@ def test_the_metrics_say_what_became_of_each(tmp_path: Path) -> None:
         assert counted(tier)["kvstore_archive_blocks"] == 0
 
 
+def test_the_metrics_never_go_back_when_archives_are_compared_again(tmp_path: Path) -> None:
+    archive = archived(tmp_path, SHORT)
+    with Driver([{**kvstore_tier(f"lmdb://{tmp_path}/new"), "archives": [archive]}]) as engine:
+        (tier,) = engine.tiers
+        assert tier.warming.wait(10)
+        before = counted(tier)
+        assert before["kvstore_failed_archives"] == 1
+        engine.load(SHORT)
+        assert tier.warming.wait(10)
+        steps = {name: step for name, step in counted(tier).items() if "waiting" not in name}
+        assert steps == {"kvstore_restored_archives": 1, "kvstore_archive_blocks": len(SHORT)}
+
+
 def test_nothing_is_begun_without_archives(tmp_path: Path) -> None:
     with Driver([kvstore_tier(f"file://{tmp_path}/new")]) as engine:
         assert engine.tiers[0].warming is None
