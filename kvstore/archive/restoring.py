@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -213,6 +213,7 @@ class _Restoration:
 
     def run(self) -> RestoreReport:
         reader, writers = _Threads(1), _Threads(READERS)
+        before: list[Future[_Put]] = []
         under_way: list[Future[_Put]] = []
         try:
             todo = self._missing()
@@ -229,9 +230,12 @@ class _Restoration:
                 following = next(todo, None)
                 ahead = following and reader.begin(partial(self._archive.load, following[0]))
             self._count(under_way)
+        except BaseException as error:
+            running = [one for one in (*before, *under_way) if not one.cancel()]
+            if isinstance(error, Exception):  # and not Ctrl-C: whoever sees it may close the store, or try again
+                wait(running)
+            raise
         finally:
-            for one in under_way:
-                one.cancel()
             reader.close()
             writers.close()
         return self._report()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -168,6 +169,30 @@ class TestThereAndBack:
         assert SHARD_BYTES == 64 << 20
         rooms = {size: room_for(BlockLayout.opaque(size), 10_000) for size in (64 << 10, 2 << 20, 32 << 20, 100 << 20)}
         assert rooms == {64 << 10: 1024, 2 << 20: 32, 32 << 20: 2, 100 << 20: 1}
+
+
+def test_a_restore_that_fails_leaves_nothing_to_be_written_behind_its_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, _ = archived(tmp_path, HYBRID)  # a shard for each of three groups: two are under way when the first one fails
+    begun, ended = itertools.count(1), [0.0]
+
+    def put(_: Namespace, writes: list[BlockWrite]) -> list[PutOutcome]:
+        if next(begun) == 1:
+            raise OSError("the disk is gone")
+        time.sleep(0.3)
+        ended.append(time.monotonic())
+        return [PutOutcome.STORED] * len(writes)
+
+    with open_store(f"file://{tmp_path}/new") as store:
+        monkeypatch.setattr(store, "capabilities", replace(store.capabilities, batch_bytes=1))
+        monkeypatch.setattr(store, "put_many", put)
+        with pytest.raises(OSError, match="the disk is gone"):
+            restore(url, store)
+        raised = time.monotonic()
+        time.sleep(0.4)
+    assert next(begun) <= BLOCKS
+    assert max(ended) <= raised
 
 
 class TestAtomic:
