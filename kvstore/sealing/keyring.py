@@ -2,7 +2,8 @@
 
 Reading takes no lock: the file is replaced whole, by a rename. Whoever writes holds the lock of `<keyring>.lock`,
 writes `<keyring>.new`, syncs it, renames it and syncs the folder; a process that is killed meanwhile leaves the old
-keyring or the new one. All of them have permissions 0600.
+keyring or the new one. A new keyring and its lock have permissions 0600; what is written anew has the owner and the
+permissions of what it replaces. A path that is a link is followed, so that all who name the file change the same one.
 
 Before each batch a process looks whether the file is still the one it has read (`Keyring.ring`): it keeps that one
 open, so that no other can get its inode, and compares. So a key that was destroyed serves nobody from then on.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import threading
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -55,12 +57,12 @@ class Ring:
 
 
 class Keyring:
-    """An open keyring. Thread-safe; in a forked child as well.
+    """An open keyring. Thread-safe; who reads waits for nobody who writes. Not for a forked child.
 
     Where the operator's key was changed meanwhile (`kvstore rekey`), what this process has unwrapped serves on for as
     long as it stands in the file; keys made since are unknown to it until it is opened anew.
 
-    Every call raises `KeyringError` where the file is damaged or cannot be read.
+    Every call raises `KeyringError` where the file is damaged or cannot be read, or the keyring was closed.
     """
 
     def __init__(self, path: Path, operator_key: bytes) -> None:
@@ -89,9 +91,9 @@ class Keyring:
         """
         path = Path(path)
         if create and not path.exists():
-            with _writing(path):
-                if not path.exists():
-                    _replace(path, Document.new(operator_key))
+            with _writing(path) as file:
+                if not file.exists():
+                    _replace(file, Document.new(operator_key))
         return cls(path, operator_key)
 
     @property
@@ -102,6 +104,7 @@ class Keyring:
     def ring(self) -> Ring:
         """The data keys as they are now: read anew if the file was replaced, changed or removed."""
         with self._lock:
+            self._check_open()
             try:
                 status = os.stat(self.path)  # noqa: PTH116 - once a batch
             except FileNotFoundError:
@@ -197,9 +200,12 @@ class Keyring:
             self._file, self._version, self._ring = -1, (), Ring()
 
     def _change(self, act: Callable[[Document], Document]) -> None:
-        """Replace the document by what `act` makes of it, under the lock of all processes."""
-        with self._lock, _writing(self.path):
-            before, file = _read(self.path)
+        """Replace the document by what `act` makes of it, under the lock of all processes: it may take a while to come
+        by, and readers in this process do not wait for it.
+        """
+        self._check_open()
+        with _writing(self.path) as path:
+            before, file = _read(path)
             os.close(file)
             if before.id != self._document.id:
                 raise KeyringError(f"{self.path} is another keyring than the one that was opened: open the tier anew")
@@ -209,7 +215,11 @@ class Keyring:
                 )
             after = act(before)
             if after != before:
-                _replace(self.path, after)
+                _replace(path, after)
+
+    def _check_open(self) -> None:
+        if self._file < 0:
+            raise KeyringError(f"{self.path}: this keyring was closed: open it anew")
 
     def _take(self, document: Document, file: int) -> None:
         """Make the ring of the document in `file`, which is kept open from now on. What was unwrapped already stays so,
@@ -256,10 +266,13 @@ def _version_of(status: os.stat_result) -> tuple[int, ...]:
 
 
 @contextmanager
-def _writing(path: Path) -> Generator[None]:
-    """The lock of who writes the keyring, in any process. Raises `KeyringError` where nothing can be written."""
+def _writing(path: Path) -> Generator[Path]:
+    """The lock of who writes the keyring, in any process; where the keyring really is, if `path` is a link. Raises
+    `KeyringError` where nothing can be written.
+    """
+    path = path.resolve()
     try:
-        file = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
+        file = _lock_file(path)
     except OSError as error:
         raise KeyringError(
             f"{path} cannot be changed here ({error.strerror}): make its folder, writable for this process, or have a"
@@ -267,9 +280,37 @@ def _writing(path: Path) -> Generator[None]:
         ) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        yield path
     finally:
+        fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open
         os.close(file)
+
+
+def _lock_file(path: Path) -> int:
+    lock, flags = f"{path}.lock", os.O_RDWR | os.O_CLOEXEC
+    try:
+        file = os.open(lock, flags | os.O_CREAT | os.O_EXCL, _MODE)
+    except FileExistsError:
+        return os.open(lock, flags)
+    _make_like(path, file)
+    return file
+
+
+def _make_like(path: Path, file: int) -> None:
+    """Give `file` the owner, the group and the permissions of what is at `path`, as far as this process may."""
+    try:
+        like = os.stat(path)  # noqa: PTH116 - as everywhere here
+    except FileNotFoundError:
+        return
+    mode = stat.S_IMODE(like.st_mode)
+    try:
+        os.fchown(file, like.st_uid, like.st_gid)
+    except OSError:
+        try:
+            os.fchown(file, -1, like.st_gid)
+        except OSError:
+            mode &= ~stat.S_IRWXG  # they were meant for another group
+    os.fchmod(file, mode)
 
 
 def _replace(path: Path, document: Document) -> None:
@@ -280,6 +321,7 @@ def _replace(path: Path, document: Document) -> None:
             new.unlink()  # of one that was killed
         file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
         with open(file, "wb") as stream:
+            _make_like(path, file)
             stream.write(document.packed())
             stream.flush()
             os.fsync(file)

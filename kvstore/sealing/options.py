@@ -26,7 +26,7 @@ KEY_BYTES = 32
 REMEDY = "make one with: openssl rand -base64 32"
 
 _FEWEST_VALUES = 16
-"""Different byte values that a key must have: 32 random bytes have fewer once in 10^14."""
+"""Different byte values that a key must have: 32 random bytes all but never have fewer."""
 _LARGEST_FILE = 4096
 
 

@@ -26,6 +26,8 @@ PLAIN = ""
 _log = logging.getLogger("kvstore.sealing")
 _open: WeakSet[Keyring] = WeakSet()
 """The keyrings that tiers of this process have open: zarr's codec asks for them."""
+_open_lock = threading.Lock()
+"""Of that set: it cannot be gone through while another thread changes it."""
 
 
 class Sealer:
@@ -60,7 +62,8 @@ class Sealer:
 
     def close(self) -> None:
         """Let go of the keyring."""
-        _open.discard(self.keyring)
+        with _open_lock:
+            _open.discard(self.keyring)
         self.keyring.close()
 
     def _tell(self, text: str) -> None:
@@ -72,7 +75,8 @@ class Sealer:
 
 def keyring_of(keyring_id: str) -> Keyring | None:
     """The keyring of that id, if a tier of this process has it open."""
-    return next((keyring for keyring in list(_open) if keyring.id == keyring_id), None)
+    with _open_lock:
+        return next((keyring for keyring in _open if keyring.id == keyring_id), None)
 
 
 def check_options(url: TierURL) -> tuple[bytes, Path] | None:
@@ -119,5 +123,6 @@ def open_sealer(url: TierURL, found: Collection[str], *, readonly: bool = False)
     if set(found) - {keyring.id}:
         keyring.close()
         raise StoreSealedError(f"{url} is encrypted with another keyring than {path}: give the one it was made with")
-    _open.add(keyring)
+    with _open_lock:
+        _open.add(keyring)
     return Sealer(keyring)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from copy import copy
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -19,8 +22,20 @@ import pytest
 
 from kvstore import BlockKey
 from kvstore.errors import InvalidOptionError, KeyringError
+from kvstore.registry import backend_class
 from kvstore.rekeying import rewrap
-from kvstore.sealing import SEAL_BYTES, DataKey, Keyring, KeySource, Unsealed, seal_into, unseal_into
+from kvstore.sealing import (
+    SEAL_BYTES,
+    DataKey,
+    Keyring,
+    KeySource,
+    Unsealed,
+    keyring_of,
+    open_sealer,
+    seal_into,
+    unseal_into,
+)
+from kvstore.url import TierURL
 
 KEY, OTHER = bytes(range(7, 39)), bytes(range(140, 172))
 SPACE, BLOCK = b"n" * 16, BlockKey(b"d" * 32, group=3)
@@ -120,6 +135,108 @@ class TestDocument:
         assert keyring.data_key("acme") == made
         with pytest.raises(KeyringError, match="cannot be changed"):
             keyring.data_key("other")
+
+
+class TestItsFile:
+    def test_who_names_it_by_a_link_changes_the_same_file(self, path: Path) -> None:
+        (path.parent / "elsewhere").mkdir()
+        link = path.parent / "elsewhere" / "link.json"
+        link.symlink_to(path)
+        made_by_link = Keyring.open(link, KEY)
+        one = Keyring.open(path, KEY, create=False)
+        made = one.data_key("acme")
+        assert made_by_link.data_key("acme") == made
+        assert made_by_link.destroy("acme")
+        assert link.is_symlink()
+        assert one.key(made.id) is None
+        assert [file.name for file in link.parent.iterdir()] == ["link.json"]
+        assert sorted(file.name for file in path.parent.glob("*.*")) == ["keyring.json", "keyring.json.lock"]
+
+    def test_a_link_that_is_set_to_another_version_of_it_is_followed(self, path: Path) -> None:
+        versions = [path.parent / "1.json", path.parent / "2.json"]
+        made = Keyring.open(versions[0], KEY).data_key("acme")
+        versions[1].write_bytes(versions[0].read_bytes())
+        Keyring.open(versions[1], KEY).destroy("acme")
+        path.symlink_to(versions[0])
+        reader = Keyring.open(path, KEY)
+        assert reader.key(made.id) == made.key
+        path.with_name("new").symlink_to(versions[1])
+        path.with_name("new").rename(path)
+        versions[0].unlink()
+        assert reader.key(made.id) is None
+        assert made.id in reader.ring().destroyed
+
+    def test_what_is_written_anew_has_the_owner_and_permissions_of_what_was_there(self, path: Path) -> None:
+        keyring = Keyring.open(path, KEY)
+        lock = path.with_name("keyring.json.lock")
+        lock.unlink()
+        path.chmod(0o640)
+        owner = (1234, 4321) if os.geteuid() == 0 else (os.getuid(), os.getgroups()[-1])
+        os.chown(path, *owner)
+        before = path.stat().st_ino
+        keyring.data_key("acme")
+        assert path.stat().st_ino != before
+        for file in (path, lock):
+            status = file.stat()
+            assert (status.st_mode & 0o777, status.st_uid, status.st_gid) == (0o640, *owner)
+        lock.chmod(0o666)  # as somebody wants it
+        keyring.destroy("acme")
+        assert lock.stat().st_mode & 0o777 == 0o666
+
+    def test_reading_waits_for_nobody_who_writes(self, path: Path) -> None:
+        keyring = Keyring.open(path, KEY)
+        made = keyring.data_key("acme")
+        with (path.parent / "keyring.json.lock").open("r+b") as lock, ThreadPoolExecutor(2) as pool:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process, stopped while it writes
+            new = pool.submit(keyring.data_key, "new")
+            try:
+                with pytest.raises(TimeoutError):
+                    new.result(0.2)
+                assert pool.submit(keyring.key, made.id).result(10) == made.key
+            finally:
+                fcntl.flock(lock, fcntl.LOCK_UN)
+            assert new.result(10) == keyring.data_key("new")
+
+    def test_once_closed_it_is_not_opened_by_being_asked(self, path: Path) -> None:
+        keyring = Keyring.open(path, KEY)
+        keyring.data_key("acme")
+        keyring.close()
+        for call in (keyring.ring, keyring.tenants, lambda: keyring.data_key("acme"), lambda: keyring.destroy("acme")):
+            with pytest.raises(KeyringError, match="closed"):
+                call()
+        assert Keyring.open(path, KEY).tenants() == ["acme"]
+
+
+def test_one_is_looked_up_while_others_open_and_close(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPERATOR_KEY", KEY.hex())
+    url = TierURL.parse(f"file:///nowhere?encryption=env:OPERATOR_KEY&keyring={path}")
+    url = url.validated(backend_class(url).options)
+    one = Keyring.open(path, KEY)
+    monkeypatch.setattr(Keyring, "open", lambda *_, **__: copy(one))  # thousands, without a file for each
+    monkeypatch.setattr(Keyring, "close", lambda _: None)
+    held = [open_sealer(url, []) for _ in range(1000)]
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            assert keyring_of("another") is None
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(look)
+        try:
+            for _ in range(1000):
+                sealer = open_sealer(url, [])
+                assert sealer is not None
+                sealer.close()
+        finally:
+            over.set()
+            sys.setswitchinterval(interval)
+        looking.result()
+    assert keyring_of(one.id) is not None
+    del held
+    assert keyring_of(one.id) is None
 
 
 class TestDestruction:
