@@ -42,7 +42,7 @@ def explained(directory: Path, error: lmdb.Error, remedy: str) -> StoreOpenError
     if isinstance(error, lmdb.DiskError | lmdb.MapFullError):
         return StoreFullError(f"{directory}: no room to open the environment ({error}): make room, or raise the cap")
     if isinstance(error, (lmdb.VersionMismatchError, *DAMAGE)):
-        return StoreDamagedError(f"{directory}: {error}. {remedy}")
+        return StoreDamagedError(f"{directory} is damaged: {error}. {remedy}")
     if isinstance(error, lmdb.MemoryError):
         return StoreAccessError(
             f"{directory}: no address space for LMDB's map, 16 TiB of it unless the tier has a capacity (no memory is"

@@ -12,17 +12,22 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Hashable
+from contextlib import suppress
+from itertools import groupby
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from kvstore.lmdb_pages import PageError
 from kvstore.retention import now_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import lmdb
     from lmdb import _Database as Database  # pyright: ignore[reportPrivateUsage]
 
-__all__ = ["MOST_REFUSED_S", "MOST_TOMBSTONES", "Remembered", "Tombs", "refused_until"]
+    from kvstore.lmdb_files import Entries
+
+__all__ = ["MOST_REFUSED_S", "MOST_TOMBSTONES", "Remembered", "Tombs", "refused_until", "tombs_in"]
 
 K = TypeVar("K", bound=Hashable)
 
@@ -43,6 +48,22 @@ def refused_until(seconds: float) -> int:
     if not 0 <= seconds <= MOST_REFUSED_S:
         raise ValueError(f"blocks can be refused for 0 to {MOST_REFUSED_S:.0f} seconds, not {seconds}")
     return now_ns() + int(seconds * 1e9) if seconds else 0
+
+
+def tombs_in(records: Entries) -> dict[bytes, int]:
+    """Addresses that are not to be stored now, and until when (ns since the epoch), as far as a damaged database says
+    so (`kvstore.lmdb_files.readable`): either of a tombstone's two records will do.
+    """
+    found: dict[bytes, int] = {}
+    now = now_ns()
+    for key, load in records.items():
+        with suppress(PageError, OSError, struct.error):
+            by_end = key[:1] == b"U"
+            until = int(_ORDER.unpack_from(key, 1)[0] if by_end else _UNTIL.unpack(load())[0])
+            address = key[1 + _ORDER.size :] if by_end else key[1:]
+            if now < until <= now + int(MOST_REFUSED_S * 1e9):
+                found[address] = max(until, found.get(address, 0))
+    return found
 
 
 class Tombs:
@@ -94,6 +115,12 @@ class Tombs:
             self._txn.put(_by_end(until, address), b"", db=self._database)
             laid += 1
         return laid
+
+    def bury_again(self, tombs: Mapping[bytes, int]) -> None:
+        """Lay tombstones that were laid before: addresses, and when each ends."""
+        latest_first = sorted(tombs, key=lambda address: -tombs[address])
+        for until, addresses in groupby(latest_first, key=lambda address: tombs[address]):
+            self.bury(addresses, until)
 
     def collect(self, most: int) -> int:
         """Take away tombstones that have ended, at most `most`; how many."""

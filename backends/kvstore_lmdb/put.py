@@ -25,7 +25,7 @@ from kvstore_lmdb.entry import HEADER_BYTES, Bytes, fill
 from kvstore_lmdb.opening import BLOCKS, Tier, evict, tree_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from typing_extensions import Buffer
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvstore.namespace import Namespace
     from kvstore.sealing import DataKey
 
-__all__ = ["Puts", "Staged", "chunks"]
+__all__ = ["Item", "Puts", "Staged", "chunks"]
 
 T = TypeVar("T")
 
@@ -43,7 +43,8 @@ _ATTEMPTS = 7
 _SPARE = 8
 """Staging buffers kept for the next put, a chunk each."""
 
-_Item = tuple["Buffer", "Buffer"]
+Item = tuple["Buffer", "Buffer"]
+"""Address and value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ class Puts:
                 totals = snapshot.totals()
             return first + self._put_fresh(namespace, blocks[middle:], totals, now)
         with self._staging(sum(block.value_bytes for block in blocks)) as memory:
-            items: list[_Item] = []
+            items: list[Item] = []
             end = 0
             for block in blocks:
                 if block.data_key is None and self._tier.sealer is not None:
@@ -116,10 +117,12 @@ class Puts:
                 value = memory[start:end]
                 fill(value, namespace, block.block.key, block.payload, now, block.data_key)
                 items.append((block.address, value.data))
-            won = self.patiently(partial(self._store_in_room, namespace, blocks, items, now))
-        if won is None:
-            return [PutOutcome.FULL] * len(blocks)
-        return won
+            return self.publish(namespace, [_entry(block, now) for block in blocks], items)
+
+    def publish(self, namespace: Namespace, entries: Sequence[Entry], items: Sequence[Item]) -> list[PutOutcome]:
+        """Store values, and what the catalogue is to know of each, with room made before; one outcome each."""
+        won = self.patiently(partial(self._store_in_room, namespace, entries, items))
+        return [PutOutcome.FULL] * len(entries) if won is None else won
 
     def _can_fit(self, need: int, totals: Totals) -> bool:
         """Whether `need` bytes find room, if need be after an eviction."""
@@ -145,23 +148,20 @@ class Puts:
         return None
 
     def _store_in_room(
-        self, namespace: Namespace, blocks: list[Staged], items: list[_Item], now: int, attempt: int
+        self, namespace: Namespace, entries: Sequence[Entry], items: Sequence[Item], attempt: int
     ) -> list[PutOutcome] | None:
         space = self._tier.current_space()
-        need = sum(block.size for block in blocks)
+        need = sum(entry.size for entry in entries)
         room = need + space.slack(need, attempt)
         while evict(self._tier.catalog, space, room=room, most=max(need, space.chunk)):
             pass
-        return self._store(namespace, blocks, items, now)
+        return self._store(namespace, entries, items)
 
-    def _store(
-        self, namespace: Namespace, blocks: list[Staged], items: list[_Item], now: int
-    ) -> list[PutOutcome] | None:
+    def _store(self, namespace: Namespace, entries: Sequence[Entry], items: Sequence[Item]) -> list[PutOutcome] | None:
         """The transaction of a put: what became of the blocks, or None if another process has taken the room."""
-        entries = [_entry(block, now) for block in blocks]
         with self._tier.catalog.write() as change:
             room = change.totals().room
-            if room is not None and room < sum(block.size for block in blocks):
+            if room is not None and room < sum(entry.size for entry in entries):
                 return None
             change.add_namespace(namespace)
             won = change.publish(entries)

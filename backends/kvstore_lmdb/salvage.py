@@ -2,7 +2,8 @@
 
 A block is taken over if sound pages lead to it and it passes its checks; after a power loss, when a page may be an old
 one, only if the catalogue has it too: two trees that agree. What lies in the file and nothing leads to may have been
-deleted, and is not looked for. The new tier is made beside the old one, with the verbs of a store, and takes its place.
+deleted, and is not looked for. Tombstones come along, and the blocks under them do not; no block gets younger. The new
+tier is made beside the old one, by what puts are made with, and takes its place.
 Of a sealed tier nothing is saved: the next opening starts it anew.
 """
 
@@ -24,20 +25,21 @@ from kvstore.lmdb_pages import PageError
 from kvstore.namespace import FINGERPRINT_BYTES, Namespace
 from kvstore.presence import Presence, State, explained, mode_of
 from kvstore.records import Entry, Totals
-from kvstore.registry import open_store
+from kvstore.registry import backend_class
 from kvstore.repairing import Repaired
 from kvstore.sealing import ENCRYPTION
+from kvstore.tombs import tombs_in
 from kvstore.types import BlockWrite
 from kvstore.url import CAPACITY, MODE, TierURL, local_path
-from kvstore_lmdb.entry import HEADER_BYTES, Bytes, is_intact
-from kvstore_lmdb.opening import BLOCKS
+from kvstore_lmdb.entry import HEADER_BYTES, created_at, is_intact, stored_bytes
+from kvstore_lmdb.opening import BLOCKS, open_tier
+from kvstore_lmdb.put import Puts
 from kvstore_lmdb.space import SMALLEST_CAPACITY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from kvstore.abc import BlockStore
     from kvstore.lmdb_files import Entries
 
 __all__ = ["salvage"]
@@ -78,34 +80,34 @@ def _save(directory: Path, beside: Path, mode: int, *, booked: bool) -> int:
     with (directory / "data.mdb").open("rb") as file:
         found = _Found.read(readable(file.fileno()))
         options = {} if found.capacity is None else {CAPACITY.name: found.capacity}
-        with open_store(TierURL("lmdb", str(beside)), mode=f"{mode:04o}", **options) as store:
+        url = TierURL.parse(TierURL("lmdb", str(beside)), mode=f"{mode:04o}", **options)
+        tier = open_tier(url.validated(backend_class(url).options))
+        try:
+            puts = Puts(tier)
+            with tier.catalog.write() as change:
+                change.tombs.bury_again(found.tombs)
             for space, batch in groupby(found.blocks(booked=booked), lambda block: block[0]):
-                while some := [(entry, payload) for _, entry, payload in islice(batch, _AT_ONCE)]:
-                    _put(store, space, some)
-            return store.usage().blocks
-
-
-def _put(store: BlockStore, space: Namespace, blocks: list[tuple[Entry, Bytes]]) -> None:
-    entries = [entry for entry, _ in blocks]
-    writes = [
-        BlockWrite(entry.key, payload.data, position=entry.position, parent=entry.parent) for entry, payload in blocks
-    ]
-    store.put_many(space, writes)
-    for entry in entries:
-        for mark in entry.marks:
-            store.mark_many(space, [entry.key], mark)
+                while some := list(islice(batch, _AT_ONCE)):
+                    items = [(entry.address, value) for _, entry, value in some]
+                    puts.publish(space, [entry for _, entry, _ in some], items)
+            tier.environment.sync()
+            with tier.catalog.read() as snapshot:
+                return snapshot.totals().blocks
+        finally:
+            with tier.presence.closing():
+                tier.environment.close()
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
     """What the damaged tier still says: namespaces by fingerprint, entries of its catalogue and bytes by address, which
-    addresses have a tombstone.
+    addresses have a tombstone, and until when (ns since the epoch).
     """
 
     spaces: dict[bytes, Namespace]
     entries: dict[bytes, Entry]
     values: Entries
-    purged: frozenset[bytes]
+    tombs: dict[bytes, int]
     capacity: int | None
     is_sealed: bool
 
@@ -117,28 +119,30 @@ class _Found:
             {key: space for key, space in spaces if space is not None},
             {key: entry for key, entry in entries if entry is not None},
             table(BLOCKS),
-            frozenset(table("tombs")),
+            tombs_in(table("tombs")),
             _capacity(table("info").get(b"totals")),
             b"seal" in table("info"),
         )
 
-    def blocks(self, *, booked: bool) -> Iterator[tuple[Namespace, Entry, Bytes]]:
-        """Each block that passes its checks, those used longest ago first. `booked`: only those that the catalogue
-        knows; of others it is known when they were stored.
+    def blocks(self, *, booked: bool) -> Iterator[tuple[Namespace, Entry, bytes]]:
+        """Each block that passes its checks, as its entry and its value, those used longest ago first. `booked`: only
+        those that the catalogue knows; of others it is known when they were stored.
         """
         unknown = Entry(b"", 0, 0, 0)
         for address in sorted(self.values, key=lambda address: self.entries.get(address, unknown).last_used):
             entry = self.entries.get(address)
             space = self.spaces.get(address[:FINGERPRINT_BYTES])
-            if self.is_sealed or space is None or address in self.purged or (entry is None and booked):
+            if self.is_sealed or space is None or address in self.tombs or (entry is None and booked):
                 continue
-            entry = entry or replace(unknown, address=address)
             with suppress(PageError, OSError, InvalidBlockError, struct.error):
-                value = np.frombuffer(self.values[address](), np.uint8)
-                payload = value[HEADER_BYTES:]
+                value = self.values[address]()
+                payload = np.frombuffer(value, np.uint8)[HEADER_BYTES:]
+                created = created_at(memoryview(value), address)
+                if created is None or not is_intact(value[:HEADER_BYTES], payload, address):
+                    continue
+                entry = replace(entry or Entry(address, 0, created, created), size=stored_bytes(payload.nbytes))
                 space.check_write(BlockWrite(entry.key, payload.data))
-                if is_intact(value[:HEADER_BYTES].tobytes(), payload, address):
-                    yield space, entry, payload
+                yield space, entry, value
 
 
 def _namespace(fingerprint: bytes, load: Callable[[], bytes]) -> Namespace | None:

@@ -32,7 +32,7 @@ from kvstore_zarr.folders import FOLDERS_DATABASE, Folders, occupied
 from kvstore_zarr.metadata import namespaces_in, read_namespace
 from kvstore_zarr.names import NameLocks
 from kvstore_zarr.put import make_room
-from kvstore_zarr.rebuild import marks_in, rebuild
+from kvstore_zarr.rebuild import rebuild, said_in
 from kvstore_zarr.removal import reclaim, remove_dropped
 from kvstore_zarr.tier import CATALOGUE, DRAFTS, INNER, LocalTier
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.sealing import Sealer
-    from kvstore_zarr.rebuild import Marks
+    from kvstore_zarr.rebuild import Said
 
 __all__ = ["close_tier", "open_tier"]
 
@@ -75,8 +75,8 @@ def open_tier(url: TierURL) -> tuple[LocalTier, str | None]:
             except StoreDamagedError as error:
                 if presence.readonly or not presence.alone:
                     raise
-                marks = _discard_catalogue(root / CATALOGUE, presence)
-                tier, reason = _open_parts(url, root, presence, mode, sealer, must_rebuild=True, marks=marks)
+                said = _discard_catalogue(root / CATALOGUE, presence)
+                tier, reason = _open_parts(url, root, presence, mode, sealer, must_rebuild=True, said=said)
                 tier.remark(f"its catalogue was made anew from the blocks ({error})")
         undo.pop_all()
     return tier, reason
@@ -140,7 +140,7 @@ def _open_parts(
     sealer: Sealer | None,
     *,
     must_rebuild: bool,
-    marks: Marks | None = None,
+    said: Said | None = None,
 ) -> tuple[LocalTier, str | None]:
     readonly = url.option(READONLY)
     with ExitStack() as undo:
@@ -175,7 +175,7 @@ def _open_parts(
         for name, error in namespaces_in(root, tier.seal)[1].items():
             tier.set_aside(name, error)
         if not readonly:
-            _bring_in_order(tier, must_rebuild=must_rebuild, marks=marks)
+            _bring_in_order(tier, must_rebuild=must_rebuild, said=said)
         undo.pop_all()
     return tier, reason
 
@@ -203,19 +203,19 @@ def _must_rebuild(catalogue: Path, presence: Presence) -> bool:
     return presence.alone and not presence.readonly and (suspect or not (catalogue / "data.mdb").exists())
 
 
-def _discard_catalogue(catalogue: Path, presence: Presence) -> Marks:
-    """Take it away, but for what was said of blocks, as far as that can be read."""
+def _discard_catalogue(catalogue: Path, presence: Presence) -> Said:
+    """Take it away, but for what was said of blocks and which were purged, as far as that can be read."""
     presence.mark(State.REBUILDING)
-    marks = marks_in(catalogue)
+    said = said_in(catalogue)
     for name in ("data.mdb", "lock.mdb"):
         (catalogue / name).unlink(missing_ok=True)
-    return marks
+    return said
 
 
-def _bring_in_order(tier: LocalTier, *, must_rebuild: bool, marks: Marks | None) -> None:
+def _bring_in_order(tier: LocalTier, *, must_rebuild: bool, said: Said | None) -> None:
     if must_rebuild:
         tier.presence.mark(State.REBUILDING)
-        rebuild(tier, marks)
+        rebuild(tier, said)
     _measure_aside(tier)
     try:
         reclaim(tier, alone=tier.presence.alone)

@@ -2,7 +2,8 @@
 
 Each block's tail says what it is. What cannot be a whole block (a wrong size, holes, a tail that does not check or
 belongs elsewhere) is removed; payload checksums are left to the reads. Files that are not ours are left, and counted.
-What was said of blocks (`kvstore.marks`) stands in the catalogue alone: it is taken over from one that can be read.
+What was said of blocks (`kvstore.marks`), and what was purged lately, stands in the catalogue alone: it is taken over,
+from a damaged one as far as that can be read.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import struct
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from kvstore.catalog import Entry
 from kvstore.lmdb_files import readable
 from kvstore.lmdb_pages import PageError
+from kvstore.tombs import tombs_in
 from kvstore_zarr.metadata import namespaces_in
 from kvstore_zarr.removal import erase, overwrite
 from kvstore_zarr.tails import TailReader, block_files, block_folders
@@ -31,10 +33,7 @@ if TYPE_CHECKING:
     from kvstore_zarr.metadata import NamespaceTree
     from kvstore_zarr.tier import LocalTier
 
-__all__ = ["Marks", "marks_in", "publish", "rebuild"]
-
-Marks: TypeAlias = "dict[bytes, tuple[Mark, ...]]"
-"""By address."""
+__all__ = ["Said", "publish", "rebuild", "said_in"]
 
 ENTRIES_AT_ONCE = 4096
 """Entries published per transaction, a folder more or less."""
@@ -43,28 +42,37 @@ TOLD_EVERY_S = 5.0
 _log = logging.getLogger("kvstore.file")
 
 
-def marks_in(catalogue: Path) -> Marks:
-    """The marks in a catalogue that LMDB must not open, as far as sound pages lead to them."""
-    found: Marks = {}
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What no file says, by address: marks, and tombstones with their ends (ns since the epoch)."""
+
+    marks: dict[bytes, tuple[Mark, ...]]
+    tombs: dict[bytes, int]
+
+
+def said_in(catalogue: Path) -> Said:
+    """What stands in a catalogue that LMDB must not open, as far as sound pages lead to it."""
     with (catalogue / "data.mdb").open("rb") as file:
-        for address, load in readable(file.fileno())("meta").items():
+        table = readable(file.fileno())
+        found = Said({}, tombs_in(table("tombs")))
+        for address, load in table("meta").items():
             with suppress(PageError, OSError, ValueError, struct.error):
                 entry = Entry.unpacked(address, load())
                 if entry.marks:
-                    found[address] = entry.marks
+                    found.marks[address] = entry.marks
     return found
 
 
-def rebuild(tier: LocalTier, marks: Marks | None = None) -> None:
-    """Fill the tier's catalogue, of which only the marks count, from its files. The caller is alone in the tier.
-
-    `marks` count instead, where the catalogue is a new one.
+def rebuild(tier: LocalTier, said: Said | None = None) -> None:
+    """Fill the tier's catalogue, of which only marks and tombstones count, from its files. The caller is alone in the
+    tier. `said` counts instead, where the catalogue is a new one.
     """
     for draft in (tier.root / DRAFTS).iterdir():
         erase(str(draft))
     with tier.catalog.write() as change:
-        marks = change.all_marks() if marks is None else marks
+        marks = change.all_marks() if said is None else said.marks
         change.clear()
+        change.tombs.bury_again({} if said is None else said.tombs)
         tier.folders.forget(change.txn)
     told = _Told(tier)
     with TailReader() as reader:
@@ -80,7 +88,7 @@ def rebuild(tier: LocalTier, marks: Marks | None = None) -> None:
         tier.account(change)
 
 
-def _marked(entry: Entry, marks: Marks) -> Entry:
+def _marked(entry: Entry, marks: dict[bytes, tuple[Mark, ...]]) -> Entry:
     said = marks.get(entry.address)
     return replace(entry, marks=said) if said else entry
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 HIT, MISS, CORRUPT = GetOutcome.HIT, GetOutcome.MISS, GetOutcome.CORRUPT
 STORED, EXISTS, FULL, FAILED = PutOutcome.STORED, PutOutcome.EXISTS, PutOutcome.FULL, PutOutcome.FAILED
+REFUSED = PutOutcome.REFUSED
 TINY = Namespace("tiny", "revision-1", (BlockLayout.opaque(64),), block_tokens=1)
 
 
