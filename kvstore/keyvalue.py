@@ -4,14 +4,12 @@ A stranger's key-value store (a folder, SQLite, Redis, RocksDB) is subclassed fr
 `backends/README.md` has one in full. The built-in backends are not: what they do for speed and capacity (direct I/O,
 one transaction for a batch, an order of use over processes) needs the whole contract, `kvstore.abc`.
 
-What a name and a value look like is `kvstore.values`.
+The hooks are `kvstore.hooks`; what a name and a value look like is `kvstore.values`.
 """
 
 from __future__ import annotations
 
-import errno
 import json
-from abc import abstractmethod
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, TypeVar
@@ -28,6 +26,7 @@ from kvstore.errors import (
     TierUnavailable,
 )
 from kvstore.graveyard import Graveyard
+from kvstore.hooks import FULL, KeyValueHooks, Tombstones, if_there
 from kvstore.inuse import InUse
 from kvstore.namespace import Namespace
 from kvstore.retention import TTL, TTL_FROM, Retention
@@ -49,7 +48,7 @@ from kvstore.values import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
     from typing import TypeAlias
 
     from kvstore.sealing import Sealer
@@ -65,12 +64,8 @@ T = TypeVar("T")
 _HEADS_AT_ONCE = 256
 """How many heads a scan reads at a time."""
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_UNREADABLE = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.EISDIR)
-"""What the device says of one value that cannot be had: damage, and no reason to give up the others."""
 
-
-class KeyValueStore(BlockStore):
+class KeyValueStore(KeyValueHooks, BlockStore):
     """A backend made of hooks: override `connect`, `write`, `remove`, `names`, and `read` or `read_into`.
 
     What every hook may rely on: it is called with checked arguments, between `connect` and `disconnect`, in the process
@@ -90,85 +85,6 @@ class KeyValueStore(BlockStore):
     """How often a store looks whether others have purged something: one `exists`, and `names` only if they have."""
 
     options: ClassVar[tuple[Option[object], ...]] = (READONLY, TTL, TTL_FROM, *SEALING)
-
-    errors: ClassVar[tuple[type[Exception], ...]] = ()
-    """What the client library raises when it cannot tell, beside `OSError`: such as `(sqlite3.Error,)`."""
-
-    readonly: bool
-    """The option `readonly`: `connect` creates nothing then, and neither `write` nor `remove` is called."""
-
-    # The hooks, for one value each
-
-    @abstractmethod
-    def connect(self) -> None:
-        """Open what `self.url` names; create it where there is none, unless `readonly`: `FileNotFoundError` then."""
-
-    @abstractmethod
-    def write(self, name: str, parts: Buffers) -> bool:
-        """Store the concatenation of `parts` under `name`; False, and no change, where there is a value already.
-
-        Atomic: the value is there whole or not at all, for every thread and process, whatever dies in between.
-        `OSError` with ENOSPC or EDQUOT: there is no room.
-        """
-
-    def read(self, name: str, nbytes: int) -> bytes | memoryview | None:
-        """The first `nbytes` bytes of the value; all of it where it is shorter; None where there is none.
-
-        More than `nbytes` is no error; a scan, which asks for the first 128 of each block, is slower for it. A value
-        that is empty is `b""`, not None: somebody damaged it, and it has to go before another can be written.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has neither `read` nor `read_into`: override one of them")
-
-    def read_into(self, name: str, buffers: Buffers) -> int | None:
-        """Fill `buffers`, one after another, from the start of the value; how many bytes came, None for no value.
-
-        For devices that write into the caller's memory (`os.readv`): saves the copy that `read` makes. A value that is
-        shorter leaves the rest of the buffers as it is.
-        """
-        value = self.read(name, sum(map(len, buffers)))
-        if value is None:
-            return None
-        rest = memoryview(value)
-        for buffer in buffers:
-            size = min(len(buffer), len(rest))
-            buffer[:size], rest = rest[:size], rest[size:]
-        return len(value)
-
-    @abstractmethod
-    def remove(self, name: str) -> bool:
-        """Remove the value; whether there was one. Nobody reads it any more when this returns."""
-
-    @abstractmethod
-    def names(self, prefix: str) -> Iterable[str]:
-        """Every name that starts with `prefix`, in any order; others, and some of them twice, do no harm."""
-
-    def exists(self, name: str) -> bool:
-        """Whether there is a value. Override it where that is cheaper than to read one byte."""
-        return self._read(name, [memoryview(bytearray(1))]) is not None
-
-    def disconnect(self) -> None:
-        """Let go of what `connect` opened. Called once, when no hook is at work."""
-
-    # The hooks for a batch: override those that the client can do in one round trip
-
-    def write_many(self, values: Iterable[tuple[str, Buffers]]) -> Iterable[PutOutcome]:
-        """`write` of each name and its parts: one outcome for each, in order."""
-        return [self._write(name, parts) for name, parts in values]
-
-    def read_many_into(self, reads: Iterable[tuple[str, Buffers]]) -> Iterable[int | None]:
-        """`read_into` of each name and its buffers: one answer for each, in order."""
-        for name, buffers in reads:
-            yield self._read(name, buffers)
-
-    def remove_many(self, names: Iterable[str]) -> Iterable[bool]:
-        """`remove` of each name: one answer for each, in order; a name that comes twice is there once."""
-        return [bool(_if_there(self.remove, name)) for name in names]
-
-    def exist_many(self, names: Iterable[str]) -> Iterable[bool]:
-        """`exists` of each name: one answer for each, in order."""
-        return [bool(_if_there(self.exists, name)) for name in names]
-
-    # The contract
 
     def __init__(self, url: TierURL) -> None:
         super().__init__(url)
@@ -191,7 +107,7 @@ class KeyValueStore(BlockStore):
             if isinstance(error, KVStoreError) or not isinstance(error, self._failures):
                 raise
             raise _opening_error(error)(f"{url} cannot be opened: {error}") from error
-        self._graves = Graveyard(_Tombstones(self), self.tombstones_seen_s)
+        self._graves = Graveyard(Tombstones(self), self.tombstones_seen_s)
         self.capabilities = replace(
             self.capabilities,
             tombstones=not self.readonly,
@@ -201,7 +117,7 @@ class KeyValueStore(BlockStore):
 
     def namespaces(self) -> list[Namespace]:
         with self._using():
-            return [found for name in self._names(MANIFEST) if (found := self._manifest(name)) is not None]
+            return [found for name in self.all_names(MANIFEST) if (found := self._manifest(name)) is not None]
 
     def contains_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         with self._using():
@@ -324,24 +240,6 @@ class KeyValueStore(BlockStore):
             except self._failures as error:
                 raise TierUnavailable(f"{self.url} cannot tell: {error}") from error
 
-    def _read(self, name: str, buffers: Buffers) -> int | None:
-        try:
-            return _if_there(self.read_into, name, buffers)
-        except OSError as error:
-            if error.errno not in _UNREADABLE:
-                raise
-            return 0
-
-    def _write(self, name: str, parts: Buffers) -> PutOutcome:
-        try:
-            return PutOutcome.STORED if self.write(name, parts) else PutOutcome.EXISTS
-        except FileExistsError:
-            return PutOutcome.EXISTS
-        except (ConnectionError, TimeoutError):  # nor will it take the next one: let the caller know at once
-            raise
-        except OSError as error:
-            return PutOutcome.FULL if error.errno in _FULL else PutOutcome.FAILED
-
     def _verdict(self, read: Reading, count: int | None) -> GetOutcome:
         if count is None:
             return GetOutcome.MISS
@@ -385,12 +283,8 @@ class KeyValueStore(BlockStore):
             with suppress(*self._failures):
                 self.remove(name)
 
-    def _names(self, prefix: str) -> list[str]:
-        found = _if_there(lambda: list(self.names(prefix)))
-        return [name for name in dict.fromkeys(found or ()) if name.startswith(prefix)]
-
     def _keys(self, namespace: Namespace) -> list[BlockKey]:
-        names = self._names(f"{namespace.name}-")
+        names = self.all_names(f"{namespace.name}-")
         return [key for name in names if (key := key_of(namespace, name)) is not None]
 
     def _infos(self, namespace: Namespace, keys: Sequence[BlockKey]) -> Iterator[BlockInfo]:
@@ -415,9 +309,9 @@ class KeyValueStore(BlockStore):
 
     def _open_sealer(self) -> Sealer | None:
         """What seals the blocks. That they are sealed is said by a value of its own, which the first opening stores."""
-        said = (_if_there(self.read_value, SEALED) or b"").decode("ascii", errors="replace")
+        said = (if_there(self.read_value, SEALED) or b"").decode("ascii", errors="replace")
         found = {said} if said else set[str]()
-        if not found and check_options(self.url) is not None and self._names(MANIFEST):
+        if not found and check_options(self.url) is not None and self.all_names(MANIFEST):
             found = {PLAIN}
         sealer = open_sealer(self.url, found)
         if sealer is not None and not found and not self.readonly:
@@ -427,54 +321,17 @@ class KeyValueStore(BlockStore):
                 raise StoreSealedError(f"{self.url} was just encrypted with another keyring: use the same everywhere")
         return sealer
 
-    def read_value(self, name: str) -> bytes | None:
-        """All of a value that is none of a block; None where there is none."""
-        size = 1 << 14
-        while (count := self._read(name, [memoryview(text := bytearray(size))])) is not None and count >= size:
-            size *= 4
-        return None if count is None else bytes(text[:count])
-
-    def write_value(self, name: str, value: bytes) -> None:
-        """Store a value that is none of a block, unless one is there. Raises OSError where there is no room for it."""
-        outcome = self._write(name, [memoryview(value)])
-        if not outcome.present:
-            raise OSError(errno.ENOSPC, f"the store refuses it: {outcome.value}", name)
-
     def _keep_manifest(self, namespace: Namespace) -> PutOutcome:
         """See to it that the manifest is there. Looked for each time: a device that evicts may take it, too."""
         name = MANIFEST + namespace.name
         if self._manifest(name) is not None:
             return PutOutcome.EXISTS
         parts = [memoryview(json.dumps(namespace.to_manifest()).encode())]
-        outcome = self._write(name, parts)
+        outcome = self.write_checked(name, parts)
         if outcome is PutOutcome.EXISTS and self._manifest(name) is None:
             self._discard(name)
-            outcome = self._write(name, parts)
+            outcome = self.write_checked(name, parts)
         return outcome
-
-
-class _Tombstones:
-    """The documents of the graveyard, as values; and one value that says that there may be some."""
-
-    def __init__(self, store: KeyValueStore) -> None:
-        self._store = store
-
-    def names(self) -> list[str]:
-        if not _if_there(self._store.exists, PURGED):
-            return []
-        found = _if_there(lambda: list(self._store.names(PURGED)))
-        return [name.removeprefix(PURGED) for name in dict.fromkeys(found or ()) if name.startswith(PURGED)]
-
-    def read(self, name: str) -> bytes | None:
-        return self._store.read_value(PURGED + name)
-
-    def write(self, name: str, text: bytes) -> None:
-        for one, value in ((PURGED + name, text), (PURGED, b"0")):
-            self._store.write_value(one, value)
-
-    def remove(self, names: Sequence[str]) -> None:
-        for name in names:
-            _if_there(self._store.remove, PURGED + name)
 
 
 def _checked_names(namespace: Namespace, keys: Sequence[BlockKey]) -> list[str]:
@@ -483,18 +340,10 @@ def _checked_names(namespace: Namespace, keys: Sequence[BlockKey]) -> list[str]:
     return [name_of(namespace, key) for key in keys]
 
 
-def _if_there(hook: Callable[..., T], *args: object) -> T | None:
-    """What the hook answers; None where it finds that there is nothing."""
-    try:
-        return hook(*args)
-    except FileNotFoundError:
-        return None
-
-
 def _opening_error(error: Exception) -> type[StoreOpenError]:
     """What a failure to connect is called."""
     if isinstance(error, FileNotFoundError):
         return StoreNotFoundError
     if isinstance(error, (FileExistsError, NotADirectoryError, IsADirectoryError)):
         return NotAStoreError
-    return StoreFullError if isinstance(error, OSError) and error.errno in _FULL else StoreAccessError
+    return StoreFullError if isinstance(error, OSError) and error.errno in FULL else StoreAccessError

@@ -16,8 +16,8 @@ them for each prefix.
 would need threads of its own to see that a call hangs. Here all of it happens on the manager's thread.
 
 **Reads decide.** A store that refuses to write and still reads is worth reading; what it does not take is counted as
-failed stores, or shed when they pile up. A success takes back the failures of its own kind only: where lookups work (out
-of a cache, or because their answers have no body) and loads do not, every promise would be broken.
+failed stores, or shed when they pile up. A success takes back the failures of its own kind only: where lookups work
+(out of a cache, or because their answers have no body) and loads do not, every promise would be broken.
 
 **The probe** asks for a block that nobody has. That is a whole round trip, answered by no cache of lookups, which moves
 no payload; no request waits for it, and there is never more than one. It runs on a transfer thread: while calls hang on
@@ -48,7 +48,8 @@ __all__ = ["Breaker", "BreakerState", "Probe"]
 log = logging.getLogger(__name__)
 
 FAILURES = 3
-"""Lookups and loads that end with an error, without a success of their kind in between. One that takes too long is enough: it has cost its time-out."""
+"""Lookups and loads that end with an error, without a success of their kind in between. One that takes too long is
+enough: it has cost its time-out."""
 PAUSE = 1.0
 """Seconds before the first probe."""
 LONGEST = 32

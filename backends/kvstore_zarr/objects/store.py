@@ -8,13 +8,12 @@ in one, checked like a file, and removed in one.
 from __future__ import annotations
 
 import itertools
-import logging
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvstore.abc import REFUSE_S, BlockStore, Capabilities
-from kvstore.errors import InvalidOptionError, StoreNotFoundError, StoreOpenError, TierUnavailable
+from kvstore.errors import InvalidOptionError, StoreOpenError, TierUnavailable
 from kvstore.graveyard import Graveyard
 from kvstore.inuse import InUse
 from kvstore.layout import as_bytes
@@ -27,7 +26,7 @@ from kvstore.sealing import PLAIN, check_options, open_sealer
 from kvstore.tombs import refused_until
 from kvstore.types import BlockInfo, GetOutcome, Leftover, PutOutcome, Residue, Usage
 from kvstore.url import READONLY, Option, TierURL
-from kvstore_zarr.metadata import METADATA_NAME, NamespaceTree, is_namespace_name
+from kvstore_zarr.metadata import METADATA_NAME
 from kvstore_zarr.objects.ages import Ages
 from kvstore_zarr.objects.block import OneBlock, info_of
 from kvstore_zarr.objects.documents import Documents
@@ -35,6 +34,7 @@ from kvstore_zarr.objects.lookup import Lookup
 from kvstore_zarr.objects.purge import FOLDER, TombObjects, residues, seen_s
 from kvstore_zarr.objects.remains import drop, is_long_empty, retention_notes, stale, wanted_capacity
 from kvstore_zarr.objects.sweep import SweepCounts, Sweeper, rules_of
+from kvstore_zarr.objects.trees import Trees
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -50,13 +50,12 @@ if TYPE_CHECKING:
     from kvstore.objects.client import Listed
     from kvstore.sealing import Sealer
     from kvstore.types import BlockKey, BlockRead, BlockWrite
+    from kvstore_zarr.metadata import NamespaceTree
 
     K = TypeVar("K")
     R = TypeVar("R")
 
 __all__ = ["DirectoryZarrStore", "ObjectZarrStore"]
-
-_log = logging.getLogger("kvstore.objects")
 
 BATCH_BYTES = 1 << 20
 """A block of usual size is a request, and the tier's threads make the requests side by side."""
@@ -87,14 +86,12 @@ class ObjectZarrStore(BlockStore):
         self._documents = Documents(self._client)
         self._ages = Ages(Retention.of(url))
         self._lookup = Lookup(self._client, url.option(LOOKUP_TTL), self._ages)
-        self._trees: dict[str, NamespaceTree] = {}
-        self._aside: dict[str, str] = {}
+        self._trees = Trees(url, self._client, self._documents)
         self._sealer: Sealer | None = None
-        self._seal: str | None = None  # not known yet: any is read
         try:
-            found = self._check_contents(folders, listed=not place.is_readonly)
+            found = self._trees.found(folders, must_be_some=self._readonly and not place.is_readonly)
             self._sealer = open_sealer(url, found, readonly=self._readonly)
-            self._seal = PLAIN if self._sealer is None else self._sealer.id
+            self._trees.seal = PLAIN if self._sealer is None else self._sealer.id
         except BaseException:
             self._client.close()
             raise
@@ -114,7 +111,7 @@ class ObjectZarrStore(BlockStore):
             io="network",
             batch_bytes=BATCH_BYTES,
             notes=(
-                *(f"client: {self._client.name}", *self._client.notes, *self._aside.values()),
+                *(f"client: {self._client.name}", *self._client.notes, *self._trees.aside.values()),
                 *retention_notes(url, self._readonly),
             ),
             capacity_is_exact=False,
@@ -145,14 +142,14 @@ class ObjectZarrStore(BlockStore):
 
     def namespaces(self) -> list[Namespace]:
         with self._at_work():
-            return [tree.namespace for tree in self._known_trees()]
+            return [tree.namespace for tree in self._trees.known()]
 
     def contains_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         with self._at_work():
             _check(namespace, keys)
-            if namespace.name in self._aside:
+            if namespace.name in self._trees.aside:
                 return [False] * len(keys)
-            tree = self._tree(namespace)
+            tree = self._trees.of(namespace)
             refused = self._refused(tree, keys)
             present = self._lookup.present(tree, [key for key in keys if key not in refused])
             answers = iter(present)
@@ -161,9 +158,9 @@ class ObjectZarrStore(BlockStore):
     def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
         with self._at_work():
             checked = [(block, namespace.check_write(block)) for block in blocks]
-            if self._readonly or namespace.name in self._aside:
+            if self._readonly or namespace.name in self._trees.aside:
                 return [PutOutcome.FAILED] * len(blocks)
-            tree = self._tree(namespace)
+            tree = self._trees.of(namespace)
             first: dict[BlockKey, tuple[BlockWrite, NDArray[np.uint8]]] = {}
             for block, data in checked:
                 first.setdefault(block.key, (block, data))
@@ -190,9 +187,9 @@ class ObjectZarrStore(BlockStore):
     def get_many_into(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
         with self._at_work():
             checked = [(block.key, namespace.check_buffer(block.key, block.into, writable=True)) for block in blocks]
-            if namespace.name in self._aside:
+            if namespace.name in self._trees.aside:
                 return [GetOutcome.MISS] * len(blocks)
-            tree = self._tree(namespace)
+            tree = self._trees.of(namespace)
             purged = self._refused(tree, [key for key, _ in checked], looking=False)
             return side_by_side(
                 lambda read: GetOutcome.MISS if read[0] in purged else self._one.get(tree, *read), checked, TRANSFERS
@@ -201,9 +198,9 @@ class ObjectZarrStore(BlockStore):
     def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         with self._at_work():
             _check(namespace, keys)
-            if self._readonly or namespace.name in self._aside:
+            if self._readonly or namespace.name in self._trees.aside:
                 return [False] * len(keys)
-            tree = self._tree(namespace)
+            tree = self._trees.of(namespace)
             removed = self._each(lambda key: self._one.delete(tree.block(key)), list(dict.fromkeys(keys)))
         return [removed.pop(key, False) for key in keys]
 
@@ -214,9 +211,9 @@ class ObjectZarrStore(BlockStore):
         until = refused_until(refuse_s)
         with self._at_work():
             _check(namespace, keys)
-            if self._readonly or namespace.name in self._aside:
+            if self._readonly or namespace.name in self._trees.aside:
                 return [False] * len(keys)
-            tree = self._tree(namespace)
+            tree = self._trees.of(namespace)
             paths = {key: tree.block(key) for key in keys}
             if until:
                 self._graves.bury(list(paths.values()), until)
@@ -243,16 +240,16 @@ class ObjectZarrStore(BlockStore):
 
     def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
         with self._at_work():
-            pages = () if namespace.name in self._aside else self._client.list(namespace.name)
-        tree = self._tree(namespace)
+            pages = () if namespace.name in self._trees.aside else self._client.list(namespace.name)
+        tree = self._trees.of(namespace)
         entries = ((entry, key) for page in pages for entry in page if (key := tree.key_at(entry.path)) is not None)
         return self._facts(tree, entries)
 
     def scan_ages(self, namespace: Namespace) -> Iterator[BlockInfo]:
         """From the listing alone: times are when an object was written, or this process used it."""
         with self._at_work():
-            pages = iter(()) if namespace.name in self._aside else self._client.list(namespace.name)
-        return self._listed_ages(self._tree(namespace), pages)
+            pages = iter(()) if namespace.name in self._trees.aside else self._client.list(namespace.name)
+        return self._listed_ages(self._trees.of(namespace), pages)
 
     def _listed_ages(self, tree: NamespaceTree, pages: Iterator[Sequence[Listed]]) -> Iterator[BlockInfo]:
         undated: list[tuple[Listed, BlockKey]] = []
@@ -273,22 +270,22 @@ class ObjectZarrStore(BlockStore):
         """Nobody knows who used a block meanwhile, nor whether it is another that was stored anew."""
         with self._at_work():
             _check(namespace, [info.key for info in infos])
-            if self._readonly or namespace.name in self._aside:
+            if self._readonly or namespace.name in self._trees.aside:
                 return [False] * len(infos)
-            tree = self._tree(namespace)
+            tree = self._trees.of(namespace)
             self._remove([tree.block(info.key) for info in infos])
         return [True] * len(infos)
 
     def drop_namespace(self, namespace: Namespace, *, only_if_empty: bool = False) -> int:
         with self._at_work():
-            if self._readonly or namespace.name in self._aside:
+            if self._readonly or namespace.name in self._trees.aside:
                 return 0
-            tree = self._tree(namespace)
+            tree = self._trees.of(namespace)
             if only_if_empty and not is_long_empty(tree, self._client):
                 return 0
             dropped = drop(tree, self._client, self._remove)
             self._documents.forget(namespace.name)
-            self._trees.pop(namespace.name, None)
+            self._trees.forget(namespace.name)
         return dropped
 
     def leftovers(self, *, remove: bool = False) -> list[Leftover]:
@@ -311,13 +308,13 @@ class ObjectZarrStore(BlockStore):
     def touch_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
         with self._at_work():
             _check(namespace, keys)
-            tree = self._tree(namespace)
+            tree = self._trees.of(namespace)
             self._ages.touched(tree.block(key) for key in keys)
 
     def usage(self) -> Usage:
         with self._at_work():
             blocks = used = overhead = 0
-            for tree in self._known_trees():
+            for tree in self._trees.known():
                 for entry in itertools.chain.from_iterable(self._client.list(tree.namespace.name)):
                     if tree.key_at(entry.path) is not None:
                         blocks, used = blocks + 1, used + entry.size
@@ -335,7 +332,7 @@ class ObjectZarrStore(BlockStore):
 
         with self._at_work():
             _check(namespace, keys)
-            tree = self._tree(namespace)
+            tree = self._trees.of(namespace)
             return side_by_side(key_id, keys, TRANSFERS)
 
     def zarr_array(self, namespace: Namespace, key: BlockKey) -> zarr.Array[Any]:
@@ -347,7 +344,7 @@ class ObjectZarrStore(BlockStore):
                 return self._client.get(path)
 
         _check(namespace, [key])
-        return block_array(self._tree(namespace), key, read, str(self.url))
+        return block_array(self._trees.of(namespace), key, read, str(self.url))
 
     @contextmanager
     def _at_work(self) -> Generator[None]:
@@ -366,47 +363,6 @@ class ObjectZarrStore(BlockStore):
             if self._sealer is not None:
                 self._sealer.close()
 
-    # Namespaces
-
-    def _check_contents(self, folders: Sequence[str], *, listed: bool) -> set[str]:
-        """Read the manifests, and set aside what is of no use; how the others say that they are sealed. Raises a
-        `StoreOpenError` where nothing else is.
-        """
-        names = [name for name in folders if is_namespace_name(name)]
-        if self._readonly and listed and not names:
-            raise StoreNotFoundError(f"{self.url}: nothing is stored there, and a read-only opening creates nothing")
-        trees = [tree for tree in side_by_side(self._read_tree, names) if tree is not None]
-        if self._aside and not trees:
-            raise StoreOpenError("; ".join(self._aside.values()))
-        return {tree.seal for tree in trees}
-
-    def _known_trees(self) -> list[NamespaceTree]:
-        names = [name for name in self._client.folders() if is_namespace_name(name) and name not in self._aside]
-        return [tree for tree in side_by_side(self._read_tree, names) if tree is not None]
-
-    def _read_tree(self, name: str) -> NamespaceTree | None:
-        tree = self._trees.get(name)
-        if tree is not None:
-            return tree
-        try:
-            tree = self._documents.read(name, self._seal)
-        except RequestFailed:
-            raise
-        except StoreOpenError as error:
-            self._set_aside(name, error)
-            return None
-        return None if tree is None else self._trees.setdefault(name, tree)
-
-    def _tree(self, namespace: Namespace) -> NamespaceTree:
-        tree = self._trees.get(namespace.name)
-        if tree is None:
-            tree = self._trees.setdefault(namespace.name, NamespaceTree(namespace, self._seal or PLAIN))
-        return tree
-
-    def _set_aside(self, name: str, error: StoreOpenError) -> None:
-        self._aside[name] = f"namespace {name} is set aside, and what is in it is left alone: {error}"
-        _log.warning("%s: %s", self.url, self._aside[name])
-
     # One block
 
     def _prepare(self, tree: NamespaceTree, keys: Sequence[BlockKey]) -> tuple[dict[str, bytes], PutOutcome | None]:
@@ -419,7 +375,7 @@ class ObjectZarrStore(BlockStore):
                 raise
             return {}, refused
         except StoreOpenError as error:
-            self._set_aside(tree.namespace.name, error)
+            self._trees.set_aside(tree.namespace.name, error)
             return {}, PutOutcome.FAILED
 
     def _facts(self, tree: NamespaceTree, entries: Iterator[tuple[Listed, BlockKey]]) -> Iterator[BlockInfo]:

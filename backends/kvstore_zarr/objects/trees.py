@@ -1,0 +1,91 @@
+"""Namespaces of a tier without a catalogue: read when they are first asked for, and set aside where of no use.
+
+A folder whose manifest cannot be read, or is another format's or another seal's, is left alone with all that is in it:
+its blocks are misses, and nothing is put there.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from kvstore.errors import StoreNotFoundError, StoreOpenError
+from kvstore.objects.faults import RequestFailed
+from kvstore.objects.side import side_by_side
+from kvstore.sealing import PLAIN
+from kvstore_zarr.metadata import NamespaceTree, is_namespace_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.namespace import Namespace
+    from kvstore.objects.client import ObjectClient
+    from kvstore.url import TierURL
+    from kvstore_zarr.objects.documents import Documents
+
+__all__ = ["Trees"]
+
+_log = logging.getLogger("kvstore.objects")
+
+
+class Trees:
+    """Of the tier at `url`. Thread-safe. Every method but `of` may raise `RequestFailed`."""
+
+    def __init__(self, url: TierURL, client: ObjectClient, documents: Documents) -> None:
+        self._url, self._client, self._documents = url, client, documents
+        self._trees: dict[str, NamespaceTree] = {}
+        self.aside: dict[str, str] = {}
+        """Names of namespaces that are left alone, and why."""
+        self.seal: str | None = None
+        """What says how the tier is sealed; None while it is not known: any is read."""
+
+    def found(self, folders: Sequence[str], *, must_be_some: bool) -> set[str]:
+        """Read the manifests, and set aside what is of no use; how the others say that they are sealed.
+
+        Raises a `StoreOpenError` where nothing else is, or nothing at all and `must_be_some`.
+        """
+        names = [name for name in folders if is_namespace_name(name)]
+        if must_be_some and not names:
+            raise StoreNotFoundError(f"{self._url}: nothing is stored there, and a read-only opening creates nothing")
+        trees = self._read_all(names)
+        if self.aside and not trees:
+            raise StoreOpenError("; ".join(self.aside.values()))
+        return {tree.seal for tree in trees}
+
+    def known(self) -> list[NamespaceTree]:
+        """All that are there now and of use."""
+        return self._read_all(
+            [name for name in self._client.folders() if is_namespace_name(name) and name not in self.aside]
+        )
+
+    def of(self, namespace: Namespace) -> NamespaceTree:
+        """That of a namespace, whether something is stored of it or not. No request."""
+        tree = self._trees.get(namespace.name)
+        if tree is None:
+            tree = self._trees.setdefault(namespace.name, NamespaceTree(namespace, self.seal or PLAIN))
+        return tree
+
+    def forget(self, name: str) -> None:
+        """It was dropped."""
+        self._trees.pop(name, None)
+
+    def set_aside(self, name: str, error: StoreOpenError) -> None:
+        """Leave it alone from now on."""
+        self.aside[name] = f"namespace {name} is set aside, and what is in it is left alone: {error}"
+        _log.warning("%s: %s", self._url, self.aside[name])
+
+    def _read_all(self, names: Sequence[str]) -> list[NamespaceTree]:
+        return [tree for tree in side_by_side(self._read, names) if tree is not None]
+
+    def _read(self, name: str) -> NamespaceTree | None:
+        tree = self._trees.get(name)
+        if tree is not None:
+            return tree
+        try:
+            tree = self._documents.read(name, self.seal)
+        except RequestFailed:
+            raise
+        except StoreOpenError as error:
+            self.set_aside(name, error)
+            return None
+        return None if tree is None else self._trees.setdefault(name, tree)
