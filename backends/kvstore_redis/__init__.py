@@ -171,7 +171,7 @@ class RedisStore(KeyValueStore):
     def diagnose(cls, url: TierURL, usage: Usage | None) -> Iterable[Finding]:
         from kvstore_redis.diagnosis import diagnose
 
-        return diagnose(url, _client(url), usage)
+        return diagnose(url, _place(url)[0], _client(url), usage)
 
 
 def _filled(buffers: Buffers, head: bytes | Exception) -> int:
@@ -192,7 +192,8 @@ def _client(url: TierURL) -> Any:
     user, colon, password = (url.userinfo or "").partition(":")
     tls: dict[str, Any] = {}
     if url.scheme in ("rediss", "valkeys"):
-        tls = {"ssl": True, "ssl_ca_certs": url.option(CA_CERTS)}
+        # Redis-py 5 takes any certificate of the right CA for any host, unless it is told otherwise.
+        tls = {"ssl": True, "ssl_ca_certs": url.option(CA_CERTS), "ssl_check_hostname": True}
     timeout = url.option(TIMEOUT)
     return redis.Redis(
         host=host,

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["diagnose"]
 
 
-def diagnose(url: TierURL, client: Any, usage: Usage | None) -> Iterator[Finding]:
-    """For `RedisStore.diagnose`; `client` is closed at the end."""
+def diagnose(url: TierURL, host: str, client: Any, usage: Usage | None) -> Iterator[Finding]:
+    """For `RedisStore.diagnose`; `host` is the URL's, and `client` is closed at the end."""
     del usage
     try:
         facts: Mapping[str, Any] = client.info()
@@ -32,7 +32,7 @@ def diagnose(url: TierURL, client: Any, usage: Usage | None) -> Iterator[Finding
     yield ok("server", f"{name} {facts.get('valkey_version') or facts.get('redis_version')}")
     yield _memory(facts)
     yield _persistence(facts)
-    yield _network(url)
+    yield _network(url, host)
 
 
 def _memory(facts: Mapping[str, Any]) -> Finding:
@@ -52,10 +52,9 @@ def _persistence(facts: Mapping[str, Any]) -> Finding:
     return ok("persistence", "no append-only file: a restart of the server may lose blocks, which are computed again")
 
 
-def _network(url: TierURL) -> Finding:
+def _network(url: TierURL, host: str) -> Finding:
     if url.scheme in ("rediss", "valkeys"):
         return ok("network", "TLS")
-    host = url.location.partition("/")[0].rpartition(":")[0].strip("[]") or url.location.partition("/")[0]
     if _is_here(host):
         return ok("network", "this machine")
     return warning(

@@ -10,8 +10,8 @@ from __future__ import annotations
 import errno
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from redis.exceptions import AskError, ClusterDownError, InvalidResponse, OutOfMemoryError, ResponseError, TryAgainError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import InvalidResponse, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from kvstore.types import PutOutcome
@@ -32,9 +32,10 @@ _AHEAD_BYTES = 32
 """Asked for where a line is expected: nearly always all of it, and few bytes of what belongs into a buffer."""
 _SKIPPED_AT_ONCE = 64 << 10
 _NOT_A_VALUE = "WRONGTYPE"
-_FULL = "OOM"
-_DOWN = ("LOADING", "MASTERDOWN", "CLUSTERDOWN", "NOAUTH", "MOVED", "ASK", "TRYAGAIN", "BUSY")
-"""What holds for the whole server, and not for the one value."""
+_DOWN = ("CLUSTERDOWN", "MASTERDOWN", "ASK", "MOVED", "TRYAGAIN", "BUSY")
+"""What holds for the whole server, and not for the one value. LOADING and NOAUTH end the connection anyway."""
+_DOWN_CLASSES = (ClusterDownError, AskError, TryAgainError)
+"""The same, where redis-py knows the word (which ones, depends on its version) and has taken it away."""
 
 
 def write_values(connection: Any, values: Iterable[tuple[str, Buffers, int | None]]) -> Iterator[PutOutcome]:
@@ -42,32 +43,36 @@ def write_values(connection: Any, values: Iterable[tuple[str, Buffers, int | Non
 
     A value is its name, its parts, and after how many milliseconds the server removes it. `connection` is redis-py's,
     from its pool, RESP2. Each value is sent before the next is asked for. Raises redis-py's errors when the server
-    cannot be reached; the connection is closed then.
+    cannot be reached; then, and whenever not all outcomes are taken, the connection is closed.
     """
     sent = 0
-    for name, parts, lifetime_ms in values:
-        ends = [b"NX"] if lifetime_ms is None else [b"NX", b"PX", b"%d" % lifetime_ms]
-        head = b"*%d\r\n" % (3 + len(ends)) + _word(b"SET") + _word(name.encode())
-        size = sum(part.nbytes for part in parts)
-        tail = b"\r\n" + b"".join(map(_word, ends))
-        connection.send_packed_command([head + b"$%d\r\n" % size, *parts, tail], check_health=False)
-        sent += 1
-    for _ in range(sent):
-        try:
-            stored = connection.read_response()
-        except ResponseError as error:
-            yield _refusal(error, connection)
-        else:
-            yield PutOutcome.EXISTS if stored is None else PutOutcome.STORED
+    try:
+        for name, parts, lifetime_ms in values:
+            connection.send_packed_command(_set(name, parts, lifetime_ms), check_health=False)
+            sent += 1
+        for _ in range(sent):
+            try:
+                stored = connection.read_response()
+            except ResponseError as error:
+                yield _refusal(error)
+            else:
+                yield PutOutcome.EXISTS if stored is None else PutOutcome.STORED
+    except BaseException:  # the replies that nobody has read would be taken for other ones
+        connection.disconnect()
+        raise
 
 
-def _refusal(error: ResponseError, connection: Any) -> PutOutcome:
-    if str(error).startswith(_DOWN):
-        connection.disconnect()  # with the replies that nobody will read
+def _set(name: str, parts: Buffers, lifetime_ms: int | None) -> list[bytes | memoryview]:
+    ends = [b"NX"] if lifetime_ms is None else [b"NX", b"PX", b"%d" % lifetime_ms]
+    head = b"*%d\r\n" % (3 + len(ends)) + _word(b"SET") + _word(name.encode())
+    size = sum(part.nbytes for part in parts)
+    return [head + b"$%d\r\n" % size, *parts, b"\r\n" + b"".join(map(_word, ends))]
+
+
+def _refusal(error: ResponseError) -> PutOutcome:
+    if isinstance(error, _DOWN_CLASSES) or str(error).startswith(_DOWN):
         raise RedisConnectionError(str(error)) from error
-    # redis-py knows this one, and takes its first word away
-    full = type(error).__name__ == "OutOfMemoryError" or str(error).startswith(_FULL)
-    return PutOutcome.FULL if full else PutOutcome.FAILED
+    return PutOutcome.FULL if isinstance(error, OutOfMemoryError) else PutOutcome.FAILED
 
 
 def read_values(connection: Any, reads: Sequence[tuple[str, Buffers]]) -> Iterator[int | None]:

@@ -71,8 +71,12 @@ class SftpClient(FsspecClient):
             while not _is_alive(filesystem := self._idle.pop()):
                 _close(filesystem)
             return filesystem
-        with self._connecting:
+        if not self._connecting.acquire(timeout=self.attempt_timeout):
+            raise RequestFailed(Kind.TIMEOUT, "another connection is being made all the while")
+        try:
             return self._connected()[0]
+        finally:
+            self._connecting.release()
 
     def _give_back(self, filesystem: Any) -> None:
         if self._over or not _is_alive(filesystem):

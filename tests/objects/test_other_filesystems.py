@@ -12,6 +12,8 @@ import pytest
 from kvstore import open_store
 from kvstore.doctor import Grade, examine
 from kvstore.errors import StoreOpenError, UnknownSchemeError
+from kvstore.objects.faults import Kind, RequestFailed
+from kvstore.objects.sftp_client import SftpClient
 from kvstore.testing.servers import free_port
 from kvstore.testing.supply import SPACE, get, held, keys, write, writes
 from kvstore.types import GetOutcome, PutOutcome
@@ -54,6 +56,16 @@ def test_a_tier_on_a_web_server_is_read_and_checked(web: str, tmp_path: Path) ->
         damaged.write_bytes(b"\0" * damaged.stat().st_size)
         assert sorted(str(outcome) for outcome in get(store, range(5))) == [str(CORRUPT)] + [str(HIT)] * 4
     assert damaged.exists()
+
+
+def test_a_connection_over_ssh_that_others_wait_for_has_a_time_out() -> None:
+    client = SftpClient.__new__(SftpClient)  # without a server: how it opens is not what is asked here
+    client.attempt_timeout = 0.1
+    client._idle, client._connecting = [], threading.Lock()
+    with client._connecting, pytest.raises(RequestFailed, match="another connection is being made") as caught:
+        client._taken()
+    assert caught.value.kind is Kind.TIMEOUT
+    assert not client._connecting.locked()
 
 
 def test_nothing_is_written_to_a_web_server(web: str) -> None:

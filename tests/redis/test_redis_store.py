@@ -8,7 +8,6 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import redis
 
@@ -192,28 +191,6 @@ class TestOutage:
             with pytest.raises(TierUnavailable):
                 get(store, [1])
             store.close()
-
-    def test_a_reply_that_ends_half_way_is_no_block_and_the_connection_is_not_used_again(self) -> None:
-        with valkey() as server, open_store(server.url(), timeout="2s") as store:
-            store.put_many(SPACE, [write(number) for number in range(4)])
-            with redis.Redis(port=server.port, password=server.password) as other:
-                for _ in range(3):
-                    other.client_kill_filter(_type="normal", skipme=True)
-                    try:
-                        outcomes = get(store, range(4))
-                    except TierUnavailable:
-                        continue
-                    assert outcomes == [HIT] * 4
-            assert get(store, range(4)) == [HIT] * 4
-
-
-def test_bytes_go_from_the_callers_memory_and_into_it(url: str) -> None:
-    with open_store(url) as store:
-        block = write(7)
-        before = np.array(block.data, copy=True)
-        store.put_many(SPACE, [block])
-        assert np.array_equal(np.asarray(block.data), before)
-        assert get(store, [7]) == [HIT]
 
 
 def test_the_doctor_says_what_bounds_the_server(server: RedisServer) -> None:
