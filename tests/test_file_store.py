@@ -1,4 +1,4 @@
-"""`file://` beyond the contract: adoption and rebuilding, readers against evictions, others in the tree, full disks.
+"""`file://` beyond the contract: adoption and rebuilding, readers against evictions, others in the tree.
 
 What every backend promises is in `tests/backends`; what holds when processes are killed in `tests/crash`.
 """
@@ -8,88 +8,43 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import subprocess
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
 from multiprocessing import get_context
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
+from file_store_helpers import (
+    BLOCK,
+    CORRUPT,
+    EXISTS,
+    FULL,
+    HIT,
+    MIB,
+    MISS,
+    SPACE,
+    STORED,
+    file_of,
+    fill,
+    get,
+    key,
+    occupied,
+    put,
+)
 
 from kvstore import (
-    BlockKey,
-    BlockLayout,
-    BlockRead,
-    BlockStore,
-    BlockWrite,
-    GetOutcome,
-    Namespace,
     PutOutcome,
     open_store,
 )
 from kvstore.errors import NotAStoreError, StoreDamagedError, StoreNotFoundError
 from kvstore_zarr.device import BlockDevice
 from kvstore_zarr.format import BlockFrame
-from kvstore_zarr.metadata import NamespaceTree
-from kvstore_zarr.names import NameLocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-HIT, MISS, CORRUPT = GetOutcome.HIT, GetOutcome.MISS, GetOutcome.CORRUPT
-STORED, EXISTS, FULL = PutOutcome.STORED, PutOutcome.EXISTS, PutOutcome.FULL
-
-KIB, MIB = 1 << 10, 1 << 20
-BLOCK = 64 * KIB
-SPACE = Namespace("model", "revision-1", (BlockLayout.opaque(BLOCK),), block_tokens=16)
-TREE = NamespaceTree(SPACE)
-
-
-def key(number: int) -> BlockKey:
-    return BlockKey(np.random.default_rng(number).bytes(32))
-
-
-def content(number: int) -> np.ndarray:
-    return np.random.default_rng(1000 + number).integers(0, 256, BLOCK, np.uint8)
-
-
-def put(store: BlockStore, numbers: Iterable[int]) -> list[PutOutcome]:
-    return store.put_many(
-        SPACE, [BlockWrite(key(n), content(n), position=n, parent=key(n + 5000).digest) for n in numbers]
-    )
-
-
-def get(store: BlockStore, numbers: Sequence[int]) -> list[GetOutcome | str]:
-    buffers = [np.empty(BLOCK, np.uint8) for _ in numbers]
-    outcomes = store.get_many_into(SPACE, [BlockRead(key(n), into) for n, into in zip(numbers, buffers, strict=True)])
-    wrong = [
-        outcome is HIT and not np.array_equal(into, content(n))
-        for outcome, into, n in zip(outcomes, buffers, numbers, strict=True)
-    ]
-    return ["wrong bytes" if is_wrong else outcome for outcome, is_wrong in zip(outcomes, wrong, strict=True)]
-
-
-def file_of(root: Path, number: int) -> Path:
-    return root / TREE.block(key(number))
-
-
-def occupied(root: Path) -> int:
-    """What the tree occupies on the device, directories included."""
-    return sum(path.lstat().st_blocks * 512 for path in (root, *root.rglob("*")))
-
-
-def fill(store: BlockStore, start: int = 0) -> int:
-    """Put blocks until the first is evicted; the number of the next block."""
-    number = start
-    while True:
-        assert put(store, [number]) == [STORED]
-        number += 1
-        if store.contains_many(SPACE, [key(start)]) == [False]:
-            return number
+    from collections.abc import Callable
+    from pathlib import Path
 
 
 @pytest.fixture
@@ -365,107 +320,3 @@ def put_all(root: str) -> list[PutOutcome]:
     """Put the same forty blocks as everybody else."""
     with open_store(f"file://{root}") as store:
         return [outcome for start in range(0, 40, 4) for outcome in put(store, range(start, start + 4))]
-
-
-@pytest.fixture
-def small_ext4(tmp_path: Path) -> Iterator[Path]:
-    """An empty ext4 of 16 MiB in a file, with O_DIRECT."""
-    if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None:
-        pytest.skip("making a small ext4 takes root and mkfs.ext4")
-    image, path = tmp_path / "image", tmp_path / "ext4"
-    path.mkdir()
-    with image.open("wb") as file:
-        file.truncate(16 * MIB)
-    subprocess.run(
-        ["mkfs.ext4", "-q", "-F", "-m", "0", "-b", "4096", "-N", "4096", "-O", "^has_journal", image],
-        check=True,
-        capture_output=True,
-    )
-    done = subprocess.run(["mount", "-o", "loop", image, path], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
-    yield path
-    subprocess.run(["umount", path], check=True, capture_output=True)
-
-
-class TestFullDisk:
-    def test_a_disk_that_is_full_refuses_blocks_one_by_one_and_recovers(self, small_ext4: Path) -> None:
-        with open_store(f"file://{small_ext4}/tier") as store:
-            outcomes = [put(store, [number])[0] for number in range(300)]
-            stored = [number for number, outcome in enumerate(outcomes) if outcome is STORED]
-            assert set(outcomes) == {STORED, FULL}
-            assert len(stored) > 50
-            assert get(store, stored) == [HIT] * len(stored)
-            assert (store.usage().blocks, store.usage().reserved) == (len(stored), 0)
-            assert not list((small_ext4 / "tier" / ".kvstore" / "drafts").iterdir())
-            assert store.delete_many(SPACE, [key(n) for n in stored[:20]]) == [True] * 20
-            assert put(store, stored[:10]) == [STORED] * 10
-
-    def test_a_cap_beyond_the_disk_evicts_when_the_disk_is_full(self, small_ext4: Path) -> None:
-        with open_store(f"file://{small_ext4}/tier", capacity=64 * MIB) as store:
-            assert {outcome for number in range(300) for outcome in put(store, [number])} == {STORED}
-            assert get(store, [0, 298, 299]) == [MISS, HIT, HIT]
-
-    def test_a_cap_below_the_disk_is_never_overshot(self, small_ext4: Path) -> None:
-        """Field report 1: thirty-two writers, bytes in flight included."""
-        cap = 8 * MIB
-        stop, worst = threading.Event(), [0]
-
-        def watch() -> None:
-            empty = used_on(small_ext4)
-            while not stop.is_set():
-                worst[0] = max(worst[0], used_on(small_ext4) - empty)
-
-        watcher = threading.Thread(target=watch)
-        with open_store(f"file://{small_ext4}/tier", capacity=cap) as store, ThreadPoolExecutor(32) as pool:
-            watcher.start()
-            jobs = [pool.submit(put, store, range(n * 5, n * 5 + 5)) for n in range(64)]
-            outcomes = [outcome for job in jobs for outcome in job.result()]
-            outcomes += [
-                outcome for n in range(400, 700) for outcome in put(store, [n])
-            ]  # little is reserved: to the brim
-            stop.set()
-            watcher.join()
-            assert outcomes.count(STORED) > 500
-            assert worst[0] <= cap
-            assert worst[0] > 0.8 * cap  # each name of a folder's document counts, and is but one file for the disk
-
-
-def used_on(path: Path) -> int:
-    status = os.statvfs(path)
-    return (status.f_blocks - status.f_bfree) * status.f_frsize
-
-
-class TestNameLocks:
-    def test_one_holder_at_a_time_and_other_names_are_free(self, tmp_path: Path) -> None:
-        locks, events = NameLocks(tmp_path / "names", 0o600), list[str]()
-
-        def hold(name: bytes, label: str) -> None:
-            with locks.hold([name]):
-                events.append(label)
-
-        with locks.hold([b"a" * 40, b"b" * 40]):
-            waiting = threading.Thread(target=hold, args=(b"b" * 40, "b"))
-            free = threading.Thread(target=hold, args=(b"c" * 40, "c"))
-            waiting.start()
-            free.start()
-            free.join()
-            time.sleep(0.05)
-            assert events == ["c"]
-        waiting.join()
-        assert events == ["c", "b"]
-
-    def test_the_lock_of_a_killed_process_is_free(self, tmp_path: Path) -> None:
-        locks = NameLocks(tmp_path / "names", 0o600)
-        child = get_context("spawn").Process(target=hold_and_die, args=(str(tmp_path / "names"),))
-        child.start()
-        child.join()
-        assert child.exitcode == -9
-        with locks.hold([b"a" * 40]):
-            pass
-
-
-def hold_and_die(path: str) -> None:
-    """Die with a name's lock held."""
-    with NameLocks(Path(path), 0o600).hold([b"a" * 40]):
-        os.kill(os.getpid(), 9)

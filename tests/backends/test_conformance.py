@@ -5,20 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-import raw
-from tiers import Tier
+from tiers import PastTheStore
 
 from kvstore import PutOutcome
 from kvstore.testing import StoreTests, run_against_a_dictionary
 from kvstore.testing.damage import CORRUPT, SMALL, Damager, flipped, place
-from kvstore.testing.elsewhere import in_another_process
 from kvstore.testing.supply import get, write
 
 if TYPE_CHECKING:
-    from kvstore import BlockKey, BlockStore, Namespace
+    from kvstore import BlockStore
 
 
-class TestEveryBackend(StoreTests):
+class TestEveryBackend(PastTheStore, StoreTests):
     """memory, file with and without O_DIRECT, lmdb, the example of `backends/README.md`, and one on SQLite."""
 
     @pytest.fixture
@@ -30,15 +28,6 @@ class TestEveryBackend(StoreTests):
         if url.startswith("memory"):
             pytest.skip("nothing goes past a store into memory (tests/test_memory_store.py has what can be done)")
         return Damager(self, url)
-
-    def raw_get(self, url: str, namespace: Namespace, key: BlockKey) -> bytes:
-        return in_another_process(raw.read, Tier.at(url), (namespace, key))
-
-    def raw_set(self, url: str, namespace: Namespace, key: BlockKey, data: bytes | None) -> None:
-        if data is None:
-            in_another_process(raw.remove, Tier.at(url), (namespace, key))
-        else:
-            in_another_process(raw.put, Tier.at(url), (namespace, key), data)
 
     @pytest.mark.soak
     def test_a_store_answers_as_a_dictionary_would_for_long(self, url: str) -> None:

@@ -6,26 +6,22 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-import raw
 from sealing_helpers import sealed
-from tiers import Tier
+from tiers import PastTheStore
 
 from kvstore.testing import StoreTests
 from kvstore.testing.blocks import BlockTests
 from kvstore.testing.damage import DamageTests
-from kvstore.testing.elsewhere import in_another_process
-from kvstore.testing.hooks import StoreHooks
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvstore import BlockKey, Namespace
 
 SEALED = ("file", "lmdb")
 OTHERS = ("sqlite", "remote")
 
 
-class SealedHooks(StoreHooks):
+class SealedHooks(PastTheStore):
     """Where sealed tiers are, and how to go past them."""
 
     @pytest.fixture(params=[*SEALED, *(pytest.param(kind, marks=pytest.mark.soak) for kind in OTHERS)])
@@ -36,15 +32,6 @@ class SealedHooks(StoreHooks):
         remote = request.param == "remote"
         url = f"file://{tmp_path}/tier?remote=true" if remote else f"{request.param}://{tmp_path}/tier"
         return sealed(url, tmp_path)
-
-    def raw_get(self, url: str, namespace: Namespace, key: BlockKey) -> bytes:
-        return in_another_process(raw.read, Tier.at(url), (namespace, key))
-
-    def raw_set(self, url: str, namespace: Namespace, key: BlockKey, data: bytes | None) -> None:
-        if data is None:
-            in_another_process(raw.remove, Tier.at(url), (namespace, key))
-        else:
-            in_another_process(raw.put, Tier.at(url), (namespace, key), data)
 
 
 class TestSealedBlocks(SealedHooks, BlockTests, DamageTests):

@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import raw
+
 from kvstore import open_store
+from kvstore.testing.elsewhere import in_another_process
+from kvstore.testing.hooks import StoreHooks
 from kvstore.url import TierURL
 
 if TYPE_CHECKING:
-    from kvstore import BlockStore
+    from kvstore import BlockKey, BlockStore, Namespace
 
 
 @dataclass(frozen=True)
@@ -28,3 +32,16 @@ class Tier:
     def open(self, **options: Any) -> BlockStore:
         """A store of its own on this location, with further URL options."""
         return open_store(self.url, **options)
+
+
+class PastTheStore(StoreHooks):
+    """What the device has of a block, read and written in another process."""
+
+    def raw_get(self, url: str, namespace: Namespace, key: BlockKey) -> bytes:
+        return in_another_process(raw.read, Tier.at(url), (namespace, key))
+
+    def raw_set(self, url: str, namespace: Namespace, key: BlockKey, data: bytes | None) -> None:
+        if data is None:
+            in_another_process(raw.remove, Tier.at(url), (namespace, key))
+        else:
+            in_another_process(raw.put, Tier.at(url), (namespace, key), data)
