@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvstore.namespace import Namespace
     from kvstore.types import BlockInfo, BlockKey
 
-__all__ = ["THREADS", "CopyReport", "Fate", "SpaceReport", "copy"]
+__all__ = ["THREADS", "CopyReport", "Fate", "SpaceReport", "copy", "mark_again"]
 
 THREADS = 8
 """Batches under way at a time: some are read while others are written."""
@@ -226,8 +226,9 @@ class _Work:
             return _Batch(infos, [fates[info.key] for info in infos], Counter())
         if wanted:
             fates |= self._copied(space, wanted)
+        # Those that were there as well: an earlier copy may have ended before it marked them.
         arrived = [info for info in infos if fates[info.key] in (Fate.COPIED, Fate.PRESENT)]
-        return _Batch(infos, [fates[info.key] for info in infos], self._mark(space, arrived))
+        return _Batch(infos, [fates[info.key] for info in infos], mark_again(self.target, space, arrived))
 
     def _copied(self, space: Namespace, infos: Sequence[BlockInfo]) -> dict[BlockKey, Fate]:
         buffers = self.memory.lend([space.block_bytes(info.key.group) for info in infos])
@@ -247,13 +248,14 @@ class _Work:
         listed = self.source.contains_many(space, unread) if unread else []
         return fates | {key: Fate.MISSING if still else Fate.GONE for key, still in zip(unread, listed, strict=True)}
 
-    def _mark(self, space: Namespace, infos: Sequence[BlockInfo]) -> Counter[MarkOutcome]:
-        """Give the target's blocks their marks: an earlier copy may have ended before it did."""
-        marked: dict[Mark, list[BlockKey]] = {}
-        for info in infos:
-            for mark in info.marks:
-                marked.setdefault(mark, []).append(info.key)
-        return Counter(outcome for mark, keys in marked.items() for outcome in self.target.mark_many(space, keys, mark))
+
+def mark_again(target: BlockStore, space: Namespace, infos: Iterable[BlockInfo]) -> Counter[MarkOutcome]:
+    """Give blocks of `target` the marks that `infos` say they had; what became of them, one for each block and mark."""
+    marked: dict[Mark, list[BlockKey]] = {}
+    for info in infos:
+        for mark in info.marks:
+            marked.setdefault(mark, []).append(info.key)
+    return Counter(outcome for mark, keys in marked.items() for outcome in target.mark_many(space, keys, mark))
 
 
 _FATES = {

@@ -7,28 +7,32 @@
 
 Resealing is for a data key that may have leaked. It works beside readers and writers, who seal with the new key from
 their next batch on. What is interrupted is gone on with by the same call: blocks say what they are sealed with. A block
-is away for the moment between its removal and its return; whoever asks for it then computes it.
+is away for the moment between its removal and its return; whoever asks for it then computes it. Old keys are dropped
+only once nothing that can be read is under them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.errors import ConfigurationError, KeyringError
+from kvstore.copying import mark_again
+from kvstore.errors import ConfigurationError, KeyringError, TierUnavailable
+from kvstore.marks import MarkOutcome
 from kvstore.reading import batches
 from kvstore.registry import backend_class, open_store
 from kvstore.sealing import Keyring, check_options
 from kvstore.types import BlockRead, BlockWrite, GetOutcome
+from kvstore.url import READONLY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kvstore.abc import BlockStore
     from kvstore.namespace import Namespace
-    from kvstore.types import BlockInfo
+    from kvstore.types import BlockInfo, BlockKey
     from kvstore.url import TierURL
 
 __all__ = ["Resealed", "keyrings_of", "reseal", "rewrap"]
@@ -46,6 +50,8 @@ class Resealed:
     lost: int = 0
     dropped: int = 0
     """Old data keys that were dropped."""
+    unmarked: int = 0
+    """Marks that blocks had, and could not be given again, or only without their pin."""
 
 
 def keyrings_of(urls: Iterable[TierURL]) -> dict[str, bytes]:
@@ -84,59 +90,92 @@ def reseal(
     """Seal every block of these tiers under new data keys, then drop the old ones.
 
     `urls` have to be all tiers of the keyrings: what is elsewhere sealed with an old key is lost, and computed again.
-    `advance` is called with numbers of blocks that were looked at. Raises what `open_store` and the stores raise; the
-    same call goes on where it was then.
+    `advance` is called with numbers of blocks that were looked at.
+
+    Raises `ConfigurationError` for a read-only URL and `StoreNotFoundError` for one where no tier is, before anything
+    is changed; `TierUnavailable` where blocks can be read and not be replaced, and what `open_store` and the stores
+    raise: the old keys are kept then, and the same call goes on where it was.
     """
-    report = Resealed()
+    for url in urls:
+        if url.validated(backend_class(url).options).option(READONLY):
+            raise ConfigurationError(f"{url} is read-only, and its blocks are to be stored anew: leave readonly= out")
+        with open_store(url, readonly=True):  # nothing is made where no tier is
+            pass
     opened = [Keyring.open(path, key, create=False) for path, key in keyrings.items()]
     try:
         old = {keyring: keyring.old_keys() or keyring.renew() for keyring in opened}
-        whose = {key_id: keyring.ring().tenants[key_id] for keyring, keys in old.items() for key_id in keys}
+        work = _Resealing(opened, frozenset[bytes]().union(*old.values()), advance)
+        left = 0
         for _ in range(PASSES):
-            if not sum([_reseal_tier(url, whose, report, advance) for url in urls]):
+            left = sum([work.go_through(url) for url in urls])
+            if not left:
                 break
+        else:
+            raise TierUnavailable(
+                f"{left} blocks under old data keys were found in the last of {PASSES} passes: others still store under"
+                " those keys, or the tier does not let go of blocks; the old keys were kept: run the same again"
+            )
         for keyring, keys in old.items():
             keyring.retire(keys)
-            report.dropped += len(keys)
+            work.report.dropped += len(keys)
     finally:
         for keyring in opened:
             keyring.close()
-    return report
+    work.report.lost = len(work.lost)
+    return work.report
 
 
-def _reseal_tier(url: TierURL, old: Mapping[bytes, str], report: Resealed, advance: Callable[[int], object]) -> int:
-    """One pass over one tier; how many blocks were still sealed with an old key. `old`: whose it is, by its id."""
-    found = 0
-    with open_store(url) as store:
-        for space in store.namespaces():
-            for infos in batches(space, store.scan(space), BATCH_BYTES):
-                ids = store.sealed_with(space, [info.key for info in infos])
-                found_ids = zip(infos, ids, strict=True)
-                stale = [(info, old[key_id]) for info, key_id in found_ids if key_id is not None and key_id in old]
-                found += len(stale)
-                _reseal_blocks(store, space, stale, report)
-                advance(len(infos))
-    return found
+@dataclass(frozen=True, slots=True)
+class _Resealing:
+    """What is under way. `old`: ids of the data keys that are to go."""
 
+    keyrings: Sequence[Keyring]
+    old: frozenset[bytes]
+    advance: Callable[[int], object]
+    report: Resealed = field(default_factory=Resealed)
+    lost: set[tuple[str, str, BlockKey]] = field(default_factory=set["tuple[str, str, BlockKey]"])
 
-def _reseal_blocks(
-    store: BlockStore, space: Namespace, blocks: Sequence[tuple[BlockInfo, str]], report: Resealed
-) -> None:
-    if not blocks:
-        return
-    buffers = [np.empty(space.block_bytes(info.key.group), np.uint8) for info, _ in blocks]
-    reads = [BlockRead(info.key, buffer.data) for (info, _), buffer in zip(blocks, buffers, strict=True)]
-    got = store.get_many_into(space, reads)
-    writes = [
-        (info, BlockWrite(info.key, buffer.data, info.position, info.parent, tenant))
-        for (info, tenant), buffer, outcome in zip(blocks, buffers, got, strict=True)
-        if outcome is GetOutcome.HIT
-    ]
-    store.delete_many(space, [write.key for _, write in writes])
-    outcomes = store.put_many(space, [write for _, write in writes])
-    kept = [info for (info, _), outcome in zip(writes, outcomes, strict=True) if outcome.present]
-    for info in kept:
-        for mark in info.marks:
-            store.mark_many(space, [info.key], mark)
-    report.resealed += len(kept)
-    report.lost += len(blocks) - len(kept)
+    def go_through(self, url: TierURL) -> int:
+        """One pass over one tier; how many blocks could be read with an old key."""
+        found = 0
+        with open_store(url) as store:
+            for space in store.namespaces():
+                for infos in batches(space, store.scan(space), BATCH_BYTES):
+                    ids = store.sealed_with(space, [info.key for info in infos])
+                    stale = {
+                        info: key_id for info, key_id in zip(infos, ids, strict=True) if key_id and key_id in self.old
+                    }
+                    if stale:
+                        found += self._reseal(store, space, stale)
+                    self.advance(len(infos))
+        return found
+
+    def _reseal(self, store: BlockStore, space: Namespace, stale: Mapping[BlockInfo, bytes]) -> int:
+        """Those blocks, with the ids of their data keys; how many could be read."""
+        buffers = {info: np.empty(space.block_bytes(info.key.group), np.uint8) for info in stale}
+        got = store.check_many(space, [BlockRead(info.key, buffer.data) for info, buffer in buffers.items()])
+        readable = [info for info, outcome in zip(stale, got, strict=True) if outcome is GetOutcome.HIT]
+        store.delete_many(space, [info.key for info in readable])
+        whose = {key_id: tenant for keyring in self.keyrings for key_id, tenant in keyring.ring().tenants.items()}
+        writes = {
+            info: BlockWrite(info.key, buffers[info].data, info.position, info.parent, whose[stale[info]])
+            for info in readable
+            if stale[info] in whose  # else its tenant was purged meanwhile
+        }
+        outcomes = store.put_many(space, list(writes.values()))
+        kept = [info for info, outcome in zip(writes, outcomes, strict=True) if outcome.present]
+        marks = mark_again(store, space, kept)
+        self._forget_destroyed(store, space, {info: stale[info] for info in kept})
+        self.report.resealed += len(kept)
+        self.report.unmarked += marks[MarkOutcome.UNPINNED] + marks[MarkOutcome.FAILED]
+        names = {info: (str(store.url), space.name, info.key) for info in stale}
+        self.lost.update(names.values())
+        self.lost.difference_update(names[info] for info in kept)
+        return len(readable)
+
+    def _forget_destroyed(self, store: BlockStore, space: Namespace, blocks: Mapping[BlockInfo, bytes]) -> None:
+        """Remove what was away while its tenant was purged: nobody could find it then, and now it would be back."""
+        destroyed = frozenset[bytes]().union(*(keyring.ring().destroyed for keyring in self.keyrings))
+        purged = [info.key for info, key_id in blocks.items() if key_id in destroyed]
+        if purged:
+            store.purge_many(space, purged)

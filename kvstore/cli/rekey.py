@@ -37,7 +37,8 @@ def rekey(urls: tuple[str, ...], encryption: str | None, new_encryption: str | N
 
     With --data every tenant gets a new data key and every block is sealed under it, beside readers and writers; then
     the old data keys are dropped. Name all tiers that share a keyring: a block of another one, sealed with an old key,
-    is a miss from then on. Interrupted, the same command goes on where it was; --new-encryption is done last.
+    is a miss from then on. While blocks under an old key can be read and not be replaced, the old keys stay, and it is
+    an error. Interrupted, the same command goes on where it was; --new-encryption is done last.
     """
     if not (new_encryption or data):
         raise click.UsageError("what is to change? Give --new-encryption, --data, or both")
@@ -58,6 +59,8 @@ def rekey(urls: tuple[str, ...], encryption: str | None, new_encryption: str | N
             f"{answer['resealed']} blocks sealed under new data keys, {answer['lost']} lost, {answer['dropped']} old"
             " data keys dropped"
         )
+        if answer["unmarked"]:
+            click.echo(f"{answer['unmarked']} labels, tenants or pins of those blocks could not be given back")
     for path in sorted(keyrings) if new_key is not None else ():
         click.echo(f"{path}: wrapped by {new_encryption}; the key before opens it no more")
 

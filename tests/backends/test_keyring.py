@@ -212,8 +212,15 @@ def test_one_is_looked_up_while_others_open_and_close(path: Path, monkeypatch: p
     url = TierURL.parse(f"file:///nowhere?encryption=env:OPERATOR_KEY&keyring={path}")
     url = url.validated(backend_class(url).options)
     one = Keyring.open(path, KEY)
-    monkeypatch.setattr(Keyring, "open", lambda *_, **__: copy(one))  # thousands, without a file for each
-    monkeypatch.setattr(Keyring, "close", lambda _: None)
+
+    def another(*_: object, **__: object) -> Keyring:  # thousands, without a file for each
+        return copy(one)
+
+    def not_closed(_: Keyring) -> None:
+        pass
+
+    monkeypatch.setattr(Keyring, "open", another)
+    monkeypatch.setattr(Keyring, "close", not_closed)
     held = [open_sealer(url, []) for _ in range(1000)]
     over = threading.Event()
 

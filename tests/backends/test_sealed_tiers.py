@@ -92,12 +92,19 @@ class TestOnTheDevice:
             path.rename(tmp_path / "bare" / path.name)
         assert marker.tobytes() in everything_under(tmp_path / "bare")
 
-    def test_it_occupies_so_many_bytes_more_that_no_page_is_spared(self, url: str) -> None:
-        with open_store(url) as store:
-            store.put_many(SPACE, writes(range(3)))
-            sizes = {info.stored_bytes for info in store.scan(SPACE)}
-            assert len(sizes) == 1
-            assert store.usage().used == 3 * sizes.pop()
+    def test_it_occupies_as_much_as_a_plain_one_of_144_bytes_more(self, url: str, plain_url: str) -> None:
+        sizes = (1, 3500, 3900, 4000, 4096, 8000)
+
+        def occupied(url: str, more: int) -> list[int]:
+            space = replace(SPACE, layouts=tuple(BlockLayout.opaque(size + more) for size in sizes))
+            with open_store(url) as store:
+                put = [write(1, space, group) for group in range(len(sizes))]
+                assert store.put_many(space, put) == [STORED] * len(sizes)
+                found = {info.key.group: info.stored_bytes for info in store.scan(space)}
+                assert store.usage().used == sum(found.values())
+                return [found[group] for group in range(len(sizes))]
+
+        assert occupied(url, 0) == occupied(plain_url.replace("/tier", "/plain"), 144)
 
 
 class TestOpening:
@@ -293,11 +300,13 @@ class TestResealing:
             assert get(store, list(numbers)) == [HIT] * 6
             infos = {info.key: info for info in store.scan(SPACE)}
             assert [infos[key(number)].position for number in numbers] == list(numbers)
-            assert infos[key(1)].pinned is marks
+            assert infos[key(1)].marks == ((Mark("manual", pinned=True, tenant="acme"),) if marks else ())
             ring = keyring(tmp_path)
             assert ring.tenants() == ["", "acme"]
             assert set(ring.ring().keys) == after
             assert before <= ring.ring().destroyed
+            ring.destroy("acme")
+            assert get(store, list(numbers)) == [HIT, MISS] * 3
 
     def test_what_was_interrupted_goes_on_with_the_same_new_keys(self, url: str, tmp_path: Path) -> None:
         numbers = range(4)
