@@ -30,6 +30,7 @@ from kvstore.errors import (
     StoreSealedError,
     UnknownOptionError,
 )
+from kvstore.integrity import crc32c
 from kvstore.marks import Mark
 from kvstore.rekeying import keyrings_of, reseal
 from kvstore.sealing import Keyring, KeySource
@@ -40,6 +41,11 @@ from kvstore.url import TierURL
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvstore.sealing import Ring
 
 KINDS = ("file", "lmdb", "remote", "sqlite")
 HIT, MISS, CORRUPT = GetOutcome.HIT, GetOutcome.MISS, GetOutcome.CORRUPT
@@ -186,6 +192,41 @@ class TestServing:
             assert second.put_many(SPACE, writes([1, 2])) == [FAILED, FAILED]
             assert get(first, [1]) == [HIT]
             assert get(second, [1]) == [MISS]
+
+
+class TestCosts:
+    def test_the_keyring_is_looked_at_once_for_each_batch(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        looks: list[Keyring] = []
+        ring = Keyring.ring
+
+        def counted(self: Keyring) -> Ring:
+            looks.append(self)
+            return ring(self)
+
+        with open_store(url) as store:
+            store.put_many(SPACE, writes([0]))
+            monkeypatch.setattr(Keyring, "ring", counted)
+            assert store.put_many(SPACE, writes(range(1, 6))) == [STORED] * 5
+            assert len(looks) == 1
+            assert get(store, range(6)) == [HIT] * 6
+            assert len(looks) == 2
+
+    @pytest.mark.parametrize("plain_url", ["sqlite"], indirect=True)
+    def test_where_the_tag_speaks_for_a_value_no_checksum_is_computed_over_it(
+        self, url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        summed: list[int] = []
+
+        def counted(data: bytes | NDArray[np.uint8], start: int = 0) -> int:
+            summed.append(memoryview(data).nbytes)
+            return crc32c(data, start)
+
+        with open_store(url) as store:
+            store.put_many(SPACE, writes([1]))
+            monkeypatch.setattr("kvstore.values.crc32c", counted)
+            assert get(store, [1]) == [HIT]
+            assert summed
+            assert max(summed) < SPACE.block_bytes()
 
 
 class TestTenants:

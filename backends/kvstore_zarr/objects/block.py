@@ -16,11 +16,13 @@ from kvstore_zarr.format import BlockFacts
 from kvstore_zarr.sealed import seal_file, unseal_file
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
     from kvstore.objects.client import Listed, ObjectClient
-    from kvstore.sealing import Ring, Sealer
+    from kvstore.sealing import DataKey, Ring
     from kvstore.types import BlockKey, BlockWrite
     from kvstore.url import TierURL
     from kvstore_zarr.format import BlockFrame
@@ -46,9 +48,7 @@ class OneBlock:
         url: TierURL,
         *,
         readonly: bool,
-        sealer: Sealer | None,
     ) -> None:
-        self._sealer = sealer
         self._client, self._documents, self._lookup, self._ages = client, documents, lookup, ages
         self._url, self._readonly = url, readonly
         self._told: set[Kind] = set()
@@ -64,8 +64,12 @@ class OneBlock:
             return refused
         return PutOutcome.STORED
 
-    def put(self, tree: NamespaceTree, block: BlockWrite, data: NDArray[np.uint8]) -> PutOutcome:
-        """Put one block, whose bytes are `data`, unless one that has not expired is there."""
+    def put(
+        self, tree: NamespaceTree, data_keys: Mapping[str, DataKey] | None, block: BlockWrite, data: NDArray[np.uint8]
+    ) -> PutOutcome:
+        """Put one block, whose bytes are `data`, unless one that has not expired is there. `data_keys`: those that the
+        tenants of an encrypted tier have.
+        """
         path, frame = tree.block(block.key), tree.frames[block.key.group]
         refuses = self._documents.refuses_to_overwrite
         facts = BlockFacts(
@@ -77,9 +81,10 @@ class OneBlock:
             position=block.position,
             parent=block.parent,
         )
-        parts = self._parts(frame, block, data, facts)
-        if not parts:
+        data_key = None if data_keys is None else data_keys.get(block.tenant)
+        if data_key is None and data_keys is not None:
             return PutOutcome.FAILED
+        parts = _parts(frame, data, facts, data_key)
         try:
             if (not refuses or self._lookup.believes(path)) and self._client.exists(path):
                 outcome = PutOutcome.EXISTS
@@ -98,21 +103,6 @@ class OneBlock:
         self._ages.used(path)
         return outcome
 
-    def _parts(
-        self, frame: BlockFrame, block: BlockWrite, data: NDArray[np.uint8], facts: BlockFacts
-    ) -> list[NDArray[np.uint8]]:
-        """The bytes of the object; none where there is no key to seal them with."""
-        if self._sealer is not None:
-            data_key = self._sealer.writing([block.tenant]).get(block.tenant)
-            if data_key is None:
-                return []
-            file = np.empty(frame.file_bytes, np.uint8)
-            seal_file(file, frame, data, facts, data_key)
-            return [file]
-        closing = np.empty(frame.closing, np.uint8)
-        frame.seal(closing, data, facts)
-        return [data[: frame.whole], closing] if frame.whole else [closing]
-
     def _has_expired(self, path: str) -> bool:
         entry = self._client.look(path)
         return entry is not None and not self._ages.alive(entry)
@@ -126,12 +116,16 @@ class OneBlock:
             _log.warning("%s: a block cannot be stored, and this is said once: %s", self._url, failed)
         return PutOutcome.FULL if failed.kind is Kind.FULL else PutOutcome.FAILED
 
-    def get(self, tree: NamespaceTree, key: BlockKey, into: NDArray[np.uint8]) -> GetOutcome:
-        """Read one block into `into`; one that is damaged, and still is when it is read again, is removed."""
+    def get(self, tree: NamespaceTree, ring: Ring | None, key: BlockKey, into: NDArray[np.uint8]) -> GetOutcome:
+        """Read one block into `into`; one that is damaged, and still is when it is read again, is removed. `ring`: the
+        data keys of an encrypted tier.
+        """
         path = tree.block(key)
-        found = self._read(tree, key, into)
+        found = self._read(tree, ring, key, into)
         if found is Unsealed.DAMAGED:
-            found = self._read(tree, key, into)  # once more: it may have been damaged on its way, and be whole there
+            found = self._read(
+                tree, ring, key, into
+            )  # once more: it may have been damaged on its way, and be whole there
         if found is Unsealed.UNKNOWN:  # another process may have the key
             return GetOutcome.MISS
         if found in (Unsealed.DAMAGED, Unsealed.DESTROYED):
@@ -150,13 +144,15 @@ class OneBlock:
         self._ages.used(path)
         return GetOutcome.HIT
 
-    def _read(self, tree: NamespaceTree, key: BlockKey, into: NDArray[np.uint8]) -> BlockFacts | Unsealed | None:
+    def _read(
+        self, tree: NamespaceTree, ring: Ring | None, key: BlockKey, into: NDArray[np.uint8]
+    ) -> BlockFacts | Unsealed | None:
         """Bring the block into the caller's buffer, and hold everything against what was asked for; else why not. None
         where there is none.
         """
         frame, path = tree.frames[key.group], tree.block(key)
-        if self._sealer is not None:
-            return self._read_sealed(tree, key, into, self._sealer.reading())
+        if ring is not None:
+            return self._read_sealed(tree, key, into, ring)
         closing = np.empty(frame.closing, np.uint8)
         size = self._client.get_into(path, [into[: frame.whole], closing] if frame.whole else [closing])
         if size is None:
@@ -185,6 +181,19 @@ class OneBlock:
         if there:
             self._client.delete(path)
         return there
+
+
+def _parts(
+    frame: BlockFrame, data: NDArray[np.uint8], facts: BlockFacts, data_key: DataKey | None
+) -> list[NDArray[np.uint8]]:
+    """The bytes of the object."""
+    if data_key is not None:
+        file = np.empty(frame.file_bytes, np.uint8)
+        seal_file(file, frame, data, facts, data_key)
+        return [file]
+    closing = np.empty(frame.closing, np.uint8)
+    frame.seal(closing, data, facts)
+    return [data[: frame.whole], closing] if frame.whole else [closing]
 
 
 def info_of(tree: NamespaceTree, entry: Listed, key: BlockKey, data: Buffer) -> BlockInfo:

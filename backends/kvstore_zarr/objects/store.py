@@ -95,9 +95,7 @@ class ObjectZarrStore(BlockStore):
         except BaseException:
             self._client.close()
             raise
-        self._one = OneBlock(
-            self._client, self._documents, self._lookup, self._ages, url, readonly=self._readonly, sealer=self._sealer
-        )
+        self._one = OneBlock(self._client, self._documents, self._lookup, self._ages, url, readonly=self._readonly)
         # What is listed at the opening tells that there are none yet; what is read by HTTP has none at all.
         self._graves = Graveyard(
             TombObjects(self._client), seen_s(url.option(LOOKUP_TTL)), looked=FOLDER not in folders
@@ -168,10 +166,12 @@ class ObjectZarrStore(BlockStore):
             documents, refused = self._prepare(tree, list(first))
             if refused is not None:
                 return [refused] * len(blocks)
+            tenants = {block.tenant for block, _ in first.values()}
+            data_keys = None if self._sealer is None else self._sealer.writing(tenants)
             # Beside the blocks, not before them: kvstore finds a block without the documents of its folder.
             work = [
                 *(partial(self._one.write_document, path, text) for path, text in documents.items()),
-                *(partial(self._one.put, tree, *one) for one in first.values()),
+                *(partial(self._one.put, tree, data_keys, *one) for one in first.values()),
             ]
             results = side_by_side(lambda put: put(), work, TRANSFERS)
             outcomes = dict(zip(first, results[len(documents) :], strict=True))
@@ -191,8 +191,11 @@ class ObjectZarrStore(BlockStore):
                 return [GetOutcome.MISS] * len(blocks)
             tree = self._trees.of(namespace)
             purged = self._refused(tree, [key for key, _ in checked], looking=False)
+            ring = None if self._sealer is None else self._sealer.reading()
             return side_by_side(
-                lambda read: GetOutcome.MISS if read[0] in purged else self._one.get(tree, *read), checked, TRANSFERS
+                lambda read: GetOutcome.MISS if read[0] in purged else self._one.get(tree, ring, *read),
+                checked,
+                TRANSFERS,
             )
 
     def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
