@@ -113,13 +113,15 @@ soak-vllm:
 	$(MAKE_VLLM)
 	$(VLLM_PYTHON) $(VLLM_PYTEST) -m soak $(ARGS) tests/vllm
 
-# In a folder of BENCH_DIR, whose file system is the one that is measured.
+# In a folder of BENCH_DIR, whose file system is the one that is measured. Those that need vLLM: see demo-vllm.
 bench: $(VENV)/.dev
 	@set -e; folder=$$(mktemp -d "$$(realpath "$(BENCH_DIR)")/kvstore-bench.XXXXXX"); trap 'rm -rf "$$folder"' EXIT; \
 	for url in "file://$$folder/file" "lmdb://$$folder/lmdb"; do \
 		$(BIN)/kvstore bench "$$url" --against raw --block-bytes 512KiB --block-bytes 2MiB --block-bytes 8MiB; \
 	done; \
-	for script in benchmarks/*.py; do [ ! -e "$$script" ] || $(BIN)/python "$$script"; done
+	for script in $(filter-out benchmarks/vllm_%,$(wildcard benchmarks/*.py)); do \
+		echo "$$script"; TMPDIR="$$folder" $(BIN)/python "$$script"; \
+	done
 
 # Executed in place, from top to bottom.
 notebooks: $(VENV)/.dev

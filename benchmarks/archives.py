@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import statistics
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -153,7 +154,8 @@ def _rotated(names: list[str], by: int) -> Sequence[str]:
 def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="an empty place; what is written there is removed")
+    here = Path(tempfile.gettempdir())
+    parser.add_argument("folder", nargs="?", type=Path, default=here, help="where; what is written there is removed")
     parser.add_argument("--total", type=parse_size, default=parse_size("2GiB"))
     parser.add_argument("--block-bytes", type=parse_size, default=parse_size("2MiB"))
     parser.add_argument("--rounds", type=int, default=3)

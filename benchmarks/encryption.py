@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=192)
     parser.add_argument("--block-mib", type=float, default=2)
     parser.add_argument("--threads", type=int, default=8)
-    parser.add_argument("--folder", type=Path, default=Path())
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     given = parser.parse_args()
     load = prepared(given.blocks, int(given.block_mib * (1 << 20)), given.threads)
     with tempfile.TemporaryDirectory(prefix="kvstore-encryption-", dir=given.folder) as name:

@@ -74,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(rounds: int) -> list[Result]:
     """All contestants, one process after another."""
+    from kvstore.demo.model import model_folder
     from kvstore.vllm.demo.engine import answers
-    from kvstore.vllm.demo.model import model_folder
     from kvstore.vllm.demo.run import prompts_about
     from kvstore.vllm.demo.tiers import CONTESTANTS, tiers_in
 

@@ -36,6 +36,19 @@ def notebooks() -> list[Path]:
     return sorted(HERE.glob("[0-9]*.ipynb"))
 
 
+def check_patterns() -> None:
+    """Raises `SystemExit` for one of `QUICK` that stands in no notebook: a quick run would be a long one."""
+    sources = [
+        cell.source
+        for path in notebooks()
+        for cell in nbformat.read(path, as_version=4).cells
+        if cell.cell_type == "code"
+    ]
+    for pattern in QUICK:
+        if not any(re.search(pattern, source, flags=re.MULTILINE) for source in sources):
+            raise SystemExit(f"no cell of any notebook matches {pattern!r}, which a quick run is to shorten")
+
+
 def execute(path: Path, *, quick: bool = False) -> Any:
     """The notebook as a fresh kernel leaves it. Raises `nbclient.exceptions.CellExecutionError` if a cell does."""
     notebook: Any = nbformat.read(path, as_version=4)
@@ -73,6 +86,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="short documents; nothing is written")
     parser.add_argument("notebooks", nargs="*", type=Path, metavar="NOTEBOOK")
     given = parser.parse_args()
+    if given.quick:
+        check_patterns()
     for path in given.notebooks or notebooks():
         began = time.perf_counter()
         executed = execute(path, quick=given.quick)

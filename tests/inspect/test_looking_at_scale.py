@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import random
+import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -40,16 +44,29 @@ def conversations(blocks: int) -> Iterator[BlockWrite]:
                 known.append((digest, position))
 
 
-@pytest.mark.parametrize("scheme", ["lmdb", pytest.param("file", marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
-def test_a_hundred_thousand_blocks_are_looked_at_in_seconds(scheme: str, tmp_path: Path) -> None:
-    url = f"{scheme}://{tmp_path}/kv"
-    with open_store(url) as store:
+def cpu_seconds() -> float:
+    """Of this process and of those that it has waited for."""
+    return sum(os.times()[:4])
+
+
+@pytest.fixture(
+    scope="module", params=["lmdb", pytest.param("file", marks=[pytest.mark.soak, pytest.mark.timeout(600)])]
+)
+def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tier with all of them."""
+    place = f"{request.param}://{tmp_path_factory.mktemp('scale')}/kv"
+    with open_store(place) as store:
         writes = list(conversations(BLOCKS))
         for start in range(0, BLOCKS, 2_000):
             store.put_many(SPACE, writes[start : start + 2_000])
+    return place
+
+
+def test_a_hundred_thousand_blocks_are_looked_at_in_seconds(url: str) -> None:
+    some = next(block.key for number, block in enumerate(conversations(10)) if number == 7)
     with kvstore.inspect.open(url) as look:
         space = look.namespace()
-        space.block(writes[7].key.digest.hex()[:20])
+        space.block(some.digest.hex()[:20])
         began = time.process_time()
         space.refresh()
         blocks, tree, prefixes = space.blocks(), space.tree(), space.prefixes()
@@ -59,4 +76,21 @@ def test_a_hundred_thousand_blocks_are_looked_at_in_seconds(scheme: str, tmp_pat
     assert len(prefixes) > BLOCKS / 60
     assert prefixes.complete.all()
     assert len(shown) < 100_000
+    assert taken < MOST_S
+
+
+def test_the_command_the_tree_and_its_picture_take_seconds_together(url: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason='pip install "kvstore-tiers[inspect]"')
+    from kvstore.inspect.pictures import prefix_tree
+
+    command = [sys.executable, "-m", "kvstore", "ls", url, "--json"]
+    began = cpu_seconds()
+    listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    with kvstore.inspect.open(url) as look:
+        tree = look.namespace().tree()
+        prefix_tree(tree).savefig(tmp_path / "tree.png")
+    taken = cpu_seconds() - began
+    assert [space["blocks"] for space in json.loads(listed)["namespaces"]] == [BLOCKS]
+    assert tree.blocks == BLOCKS
+    assert (tmp_path / "tree.png").stat().st_size > 10_000
     assert taken < MOST_S

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.demo import stock
+from kvstore.demo.model import model_folder
 from kvstore.vllm.demo import engine
-from kvstore.vllm.demo.model import model_folder
 from kvstore.vllm.demo.run import prompts_about
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from vllm.platforms import current_platform
 
 from kvstore import BlockRead, GetOutcome, open_store
 from kvstore.demo.disk import drop_page_cache
+from kvstore.demo.model import model_folder
 from kvstore.vllm.demo.engine import BLOCK_TOKENS
-from kvstore.vllm.demo.model import model_folder
 from kvstore.vllm.demo.tiers import KVSTORE_FILE, KVSTORE_LMDB, VLLM_FS, kvstore, tiers_in
 from kvstore.vllm.keys import block_keys
 from kvstore.vllm.rows import kv_view

@@ -17,10 +17,10 @@ from engine_helpers import fresh_process, threads_that_sleep
 from vllm.platforms import current_platform
 
 from kvstore.demo.disk import drop_page_cache
+from kvstore.demo.model import model_folder, tokenize
 from kvstore.demo.run import DOCUMENT, QUESTIONS
 from kvstore.testing.servers import seaweedfs
 from kvstore.vllm.demo.engine import BLOCK_TOKENS
-from kvstore.vllm.demo.model import model_folder, tokenize
 from kvstore.vllm.demo.tiers import kvstore
 
 if TYPE_CHECKING:

@@ -2,8 +2,7 @@
 
 ::
 
-    python -m kvstore.vllm.demo       ── run.py: which processes, and the table
-    model.py    the model that comes in a package of its own, converted once and kept
+    python -m kvstore.vllm.demo       ── run.py: which processes, and the table; the model is `kvstore.demo.model`'s
     engine.py   one process: an engine, prompts one after another, first-token times and tokens
     tiers.py    who is compared: no offloading, vLLM's own `fs` tier, kvstore
 

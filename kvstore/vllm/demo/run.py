@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from kvstore.demo.disk import drop_page_cache
+from kvstore.demo.model import model_folder, tokenize
 from kvstore.demo.run import DOCUMENT, QUESTIONS
 from kvstore.errors import MissingDependencyError
 from kvstore.vllm.demo.engine import answers
-from kvstore.vllm.demo.model import model_folder, tokenize
 from kvstore.vllm.demo.tiers import CONTESTANTS, NO_OFFLOADING, VLLM_FS, tiers_in
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
-"""The demo's model as a folder that vLLM reads: converted once from the package that carries it, and kept.
+"""The demo's model as a folder that vLLM and notebooks read: converted once from its package, and kept.
 
-python -P -m kvstore.vllm.demo.model < job.json     the conversion, in a process of its own
+python -P -m kvstore.demo.model < job.json     the conversion, in a process of its own
 """
 
 from __future__ import annotations
@@ -19,25 +19,23 @@ if TYPE_CHECKING:
 
 __all__ = ["model_folder", "tokenize"]
 
-DTYPE = "bfloat16"
-"""Of the weights as they are kept; what an engine computes in is its own choice."""
 
+def model_folder(say: Callable[[str], None], dtype: str = "bfloat16") -> Path:
+    """Where it lies, below the user's cache folder (`XDG_CACHE_HOME`), made on the first call: 260 MB, float32 520 MB.
 
-def model_folder(say: Callable[[str], None]) -> Path:
-    """Where it lies; about 260 MB below the user's cache folder (`XDG_CACHE_HOME`), made on the first call.
-
+    `dtype` is that of the weights as they are kept; what an engine computes in is its own choice.
     Raises `MissingDependencyError` if the package is not installed, and `WorkerFailed`.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvstore"
-    folder = cache / f"{run.SMOLLM2}-{DTYPE}"
+    folder = cache / f"{run.SMOLLM2}-{dtype}"
     if folder.is_dir():
         return folder
-    job: dict[str, Any] = {**run.model_of(run.Settings()), "dtype": DTYPE}
+    job: dict[str, Any] = {**run.model_of(run.Settings()), "dtype": dtype}
     say(f"converting {job['gguf']} once, into {folder}")
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix="converting-") as scratch:
         made = Path(scratch, "model")
-        run_worker(["-m", "kvstore.vllm.demo.model"], job | {"save_to": str(made)}, Path(scratch), say)
+        run_worker(["-m", "kvstore.demo.model"], job | {"save_to": str(made)}, Path(scratch), say)
         try:
             made.rename(folder)
         except OSError:  # another process was first, which is as good
