@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from kvstore.errors import ConfigurationError, TierUnavailable
 from kvstore.marks import MarkOutcome
 from kvstore.reading import ThreadMemory, batches
+from kvstore.sealing import Keyring, check_options
 from kvstore.types import BlockRead, BlockWrite, GetOutcome, PutOutcome
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ def copy(
     removed and the others count as used, as by any get. With `dry_run` nothing is read but the two stores' records.
 
     From an encrypted source into a target on a device that is not, only with `plaintext`: `ConfigurationError` else.
+    Into an encrypted one each block goes under the key of the tenant under whose key it was, else of its first mark's.
 
     Memory: `threads` batches of the smaller `batch_bytes` of the two. Ends early, with `CopyReport.full`, where a block
     finds no room, or, unless `evict`, as soon as a target under a capacity evicts something to make room.
@@ -140,9 +142,9 @@ def copy(
     started = time.monotonic()
     report = CopyReport()
     watch = None if evict or dry_run else _Evictions.watched(target)
-    work = _Work(source, target, dry_run)
     most = min(source.capabilities.batch_bytes, target.capabilities.batch_bytes, *([watch.step] if watch else []))
-    with _pool(threads) as pool:
+    with _owners(source, target) as owners, _pool(threads) as pool:
+        work = _Work(source, target, dry_run, owners)
         pending: deque[tuple[SpaceReport, Future[_Batch]]] = deque()
 
         def settle() -> None:
@@ -176,6 +178,18 @@ def check_plaintext(source: BlockStore, target: BlockStore, *, plaintext: bool) 
             f"{source.url} is encrypted and {target.url} is not: give the target encryption= and keyring=, or say"
             " --plaintext (plaintext=True) if its blocks may stand there as they are"
         )
+
+
+@contextmanager
+def _owners(source: BlockStore, target: BlockStore) -> Generator[Keyring | None]:
+    """The keyring that tells whose a sealed block is, where it is to be sealed again."""
+    given = check_options(source.url) if source.capabilities.sealed and target.capabilities.sealed else None
+    if given is None:
+        yield None
+        return
+    operator_key, path = given
+    with Keyring.open(path, operator_key, create=False) as keyring:
+        yield keyring
 
 
 @contextmanager
@@ -215,6 +229,8 @@ class _Work:
     source: BlockStore
     target: BlockStore
     dry_run: bool
+    owners: Keyring | None
+    """The source's keyring, if the target seals what it is given."""
     memory: ThreadMemory = field(default_factory=ThreadMemory)
 
     def move(self, space: Namespace, infos: Sequence[BlockInfo]) -> _Batch:
@@ -235,8 +251,8 @@ class _Work:
         reads = [BlockRead(info.key, buffer) for info, buffer in zip(infos, buffers, strict=True)]
         got = self.source.get_many_into(space, reads)
         writes = [
-            BlockWrite(info.key, buffer, info.position, info.parent, next(iter(info.tenants), ""))
-            for info, buffer, outcome in zip(infos, buffers, got, strict=True)
+            BlockWrite(info.key, buffer, info.position, info.parent, tenant)
+            for info, buffer, outcome, tenant in zip(infos, buffers, got, self._tenants(space, infos), strict=True)
             if outcome is GetOutcome.HIT
         ]
         put = self.target.put_many(space, writes) if writes else []
@@ -247,6 +263,15 @@ class _Work:
         unread = [info.key for info, outcome in zip(infos, got, strict=True) if outcome is GetOutcome.MISS]
         listed = self.source.contains_many(space, unread) if unread else []
         return fates | {key: Fate.MISSING if still else Fate.GONE for key, still in zip(unread, listed, strict=True)}
+
+    def _tenants(self, space: Namespace, infos: Sequence[BlockInfo]) -> list[str]:
+        """Whose each block is: under whose key it is sealed, else what its marks say."""
+        marked = [next(iter(info.tenants), "") for info in infos]
+        if self.owners is None:
+            return marked
+        tenants = self.owners.ring().tenants
+        ids = self.source.sealed_with(space, [info.key for info in infos])
+        return [tenants.get(key_id or b"", tenant) for key_id, tenant in zip(ids, marked, strict=True)]
 
 
 def mark_again(target: BlockStore, space: Namespace, infos: Iterable[BlockInfo]) -> Counter[MarkOutcome]:

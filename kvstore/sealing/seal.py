@@ -15,10 +15,11 @@
 | 128 | n | ciphertext |
 | 128 + n | 16 | tag |
 
-Integers are little-endian. The header is the associated data, so the tag speaks for it as well: one that was moved under
-another key or into another namespace does not open where it is held against what was asked for, as kvstore does on each
-read (`unseal_into`) and a stock reader's codec, which is not told, cannot. The nonce is random, because one digest may carry
-different bytes (KV is not the same to the last bit in each computation), and no two machines agree on a counter.
+Integers are little-endian. The header is the associated data, so the tag speaks for it as well. On each read kvstore
+holds it against what was asked for (`unseal_into`), so a sealed block that was moved under another key or into another
+namespace does not open; the codec of a stock reader, which is not told what is asked for, cannot do so. The nonce is
+random, because one digest may carry different bytes (KV is not the same to the last bit in each computation), and no
+two machines agree on a counter.
 """
 
 from __future__ import annotations

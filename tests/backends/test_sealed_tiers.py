@@ -218,7 +218,7 @@ class TestCosts:
         summed: list[int] = []
 
         def counted(data: bytes | NDArray[np.uint8], start: int = 0) -> int:
-            summed.append(memoryview(data).nbytes)
+            summed.append(len(data))
             return crc32c(data, start)
 
         with open_store(url) as store:
@@ -315,6 +315,20 @@ class TestCopies:
             assert source.sealed_with(SPACE, keys([1, 2])) == target.sealed_with(SPACE, keys([1, 2]))
             keyring(tmp_path).destroy("acme")
             assert get(target, [1, 2]) == [MISS, HIT]
+
+    def test_whose_key_a_block_is_under_decides_not_its_marks(self, url: str, tmp_path: Path) -> None:
+        target_url = sealed(f"lmdb://{tmp_path}/twin", tmp_path, keyring="twin.json")
+        with open_store(url) as source, open_store(target_url) as target:
+            source.put_many(SPACE, [of_tenant(1, "acme"), of_tenant(2, "acme"), of_tenant(3, "beta"), write(4)])
+            source.mark_many(SPACE, keys([2, 4]), Mark("handbook", tenant="beta"))
+            assert copy(source, target).ok
+            twin = Keyring.open(tmp_path / "twin.json", KeySource.parse(f"file:{key_file(tmp_path)}").read())
+            assert twin.tenants() == ["", "acme", "beta"]
+            twin.destroy("acme")
+            assert get(target, [1, 2, 3, 4]) == [MISS, MISS, HIT, HIT]
+            twin.destroy("beta")
+            assert get(target, [3, 4]) == [MISS, HIT]
+            assert get(source, [1, 2, 3, 4]) == [HIT] * 4
 
 
 def ids(store: BlockStore, numbers: range) -> set[bytes | None]:
