@@ -21,7 +21,9 @@ from kvstore.lmdb_pages import PAGE, PageError, Pages, Tree
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PAGE", "Entries", "check_filesystem", "damage", "filesystem_of", "is_network", "readable"]
+    from kvstore.lmdb_pages import Numbers
+
+__all__ = ["PAGE", "Entries", "check_filesystem", "damage", "filesystem_of", "free_pages", "is_network", "readable"]
 
 Entries: TypeAlias = "dict[bytes, Callable[[], bytes]]"
 """Keys of a database, and what reads their values (and may raise `PageError` or OSError)."""
@@ -136,6 +138,20 @@ def readable(descriptor: int) -> Callable[[str], Entries]:
         return found
 
     return read
+
+
+def free_pages(descriptor: int, transaction: int) -> tuple[list[tuple[int, Numbers]], int]:
+    """The list of free pages as of that transaction, which nobody changes meanwhile, and the last page in use.
+
+    Raises `PageError` where the file is of another one, or the list does not add up (`Pages.unused`).
+    """
+    heads = [os.pread(descriptor, 16 + _META.size, page * PAGE) for page in (0, 1)]
+    if problem := _header_problem(heads, os.fstat(descriptor).st_size):
+        raise PageError(problem)
+    meta = max(map(_meta, heads), key=lambda meta: meta.transaction)
+    if meta.transaction != transaction:
+        raise PageError(f"the file is of transaction {meta.transaction}, LMDB is at {transaction}")
+    return Pages(descriptor, meta.last_page).unused(meta.main, meta.free), meta.last_page
 
 
 def _meta(head: bytes) -> _Meta:

@@ -3,13 +3,14 @@
 LMDB trusts its pages: one that is not what it should be may end the process, or be written through. So who opens a tier
 alone looks first (`kvstore.lmdb_files.damage`). Every branch and leaf is read, a level at a time, by numpy; of a large
 value only where it lies: its bytes have a checksum of ours. `Pages` also reads the entries of a damaged file, as far as
-sound pages lead to them.
+sound pages lead to them, and the list of free pages for who overwrites those (`kvstore.lmdb_free`).
 """
 
 from __future__ import annotations
 
 import os
 import struct
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["PAGE", "Nodes", "PageError", "Pages", "Tree"]
+__all__ = ["PAGE", "Nodes", "Numbers", "PageError", "Pages", "Tree"]
 
 PAGE = 4096
 """Bytes in an LMDB page here; also what the device is assumed to allocate at least."""
@@ -128,11 +129,26 @@ class Pages:
                 for inner in self._checked(tree, seen, extents):
                     if np.any(inner.flags & _SUBTREE):
                         raise PageError(f"database {tree.name} has a database in it")
-        unused = [listed for nodes in self._checked(free, seen, extents) for listed in self._free(nodes)]
+        unused = [listed for nodes in self._checked(free, seen, extents) for _, listed in self._free(nodes)]
         self._check_apart(seen, extents, unused)
         for first, count in extents if values else ():
             for number, length in zip(first.tolist(), count.tolist(), strict=True):
                 self._check_large(number, length)
+
+    def unused(self, main: Tree, free: Tree) -> list[tuple[int, Numbers]]:
+        """The list of free pages: a transaction, and the pages that it freed. Raises `PageError` unless they and those
+        that the databases say they use are all there are. Of the databases, only their records are read.
+        """
+        seen: list[Numbers] = []
+        extents: list[tuple[Numbers, Numbers]] = []
+        named = [tree for nodes in self._checked(main, seen, extents) for tree in nodes.subtrees()]
+        found = [one for nodes in self._checked(free, seen, extents) for one in self._free(nodes)]
+        self._check_apart(seen, extents, [pages for _, pages in found])
+        in_use = _FIRST + sum(tree.branches + tree.leaves + tree.overflow for tree in (main, free, *named))
+        listed = sum(len(pages) for _, pages in found)
+        if in_use + listed != self._last + 1:
+            raise PageError(f"{in_use} pages in use and {listed} free ones are not the {self._last + 1} of the file")
+        return found
 
     def leaves(self, tree: Tree, seen: list[Numbers] | None = None) -> Iterator[Nodes]:
         """The nodes of a tree's leaves, some pages at a time. Raises `PageError` where a page on the way is none.
@@ -246,8 +262,8 @@ class Pages:
         _demand((kind == _BRANCH) | (flags <= _SUBTREE), named, "page: a node has unknown flags")
         return Nodes(numbers, data, page, place, flags, key_bytes, value_bytes, low | high << 16 | flags << 32)
 
-    def _free(self, nodes: Nodes) -> Iterator[Numbers]:
-        """The numbers of free pages that each record lists."""
+    def _free(self, nodes: Nodes) -> Iterator[tuple[int, Numbers]]:
+        """Each record's transaction, and the numbers of free pages that it lists."""
         first = dict(zip(nodes.big.tolist(), nodes.extents()[0].tolist(), strict=True))
         for node in range(len(nodes.page)):
             value = nodes.value(node)
@@ -256,7 +272,7 @@ class Pages:
             listed = np.frombuffer(value[: len(value) // 8 * 8], np.uint64).astype(np.int64)
             if not len(listed) or listed[0] != len(listed) - 1 or len(value) % 8 or nodes.key_bytes[node] != 8:
                 raise PageError("the list of free pages has a record that cannot be")
-            yield listed[1:]
+            yield int.from_bytes(nodes.key(node), sys.byteorder), listed[1:]
 
     def _check_apart(self, seen: list[Numbers], values: list[tuple[Numbers, Numbers]], unused: list[Numbers]) -> None:
         """No page is of two trees, of two values, or free as well."""

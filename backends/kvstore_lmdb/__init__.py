@@ -21,6 +21,7 @@ import lmdb
 
 from kvstore.abc import REFUSE_S, BlockStore, Capabilities
 from kvstore.catalog import Entry, address_of, addresses_of
+from kvstore.environment import PAGE
 from kvstore.errors import StoreClosedError, TierUnavailable
 from kvstore.marks import MarkOutcome
 from kvstore.repairing import examine_environment
@@ -85,6 +86,7 @@ class LMDBStore(BlockStore):
         self._allowance = Allowance()
         self._sealer = self._tier.sealer
         self._longer = 0 if self._sealer is None else SEAL_BYTES
+        self._purged_small = False
         self.capabilities = Capabilities(
             persistent=True,
             shared=True,
@@ -175,6 +177,8 @@ class LMDBStore(BlockStore):
             return [False] * len(addresses)
         removed: list[bool] = []
         until = refused_until(refuse_s)
+        smallest = min(map(namespace.block_bytes, range(len(namespace.layouts))))
+        self._purged_small |= stored_bytes(smallest + self._longer) == PAGE
         for start in range(0, len(addresses), _TOGETHER):
             removed += self._rewritten(partial(self._purge_all, addresses[start : start + _TOGETHER], until))
         return removed
@@ -186,7 +190,8 @@ class LMDBStore(BlockStore):
         if self._readonly:
             return []
         with self._telling():
-            return finish_purge(self._tier, self._puts.ripen, overwrite=overwrite, advance=advance)
+            small, self._purged_small = self._purged_small, False
+            return finish_purge(self._tier, self._puts.ripen, overwrite=overwrite, small=small, advance=advance)
 
     def leftovers(self, *, remove: bool = False) -> list[Leftover]:
         with self._telling():

@@ -10,7 +10,6 @@ whoever comes after a kill does that, too. Zeros reach the device before the fil
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -87,6 +86,5 @@ def finish_purge(tier: LocalTier, advance: Callable[[int], object], *, overwriti
     residues.append(
         Residue("digests, labels and tenants of removed blocks in the catalogue, and digests in its tombstones")
     )
-    with suppress(OSError):
-        tier.environment.sync()
+    tier.environment.sync()
     return residues

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from typing import TYPE_CHECKING
@@ -11,11 +12,11 @@ import pytest
 from purge_helpers import found
 
 import kvstore
-from kvstore import GetOutcome
+from kvstore import BlockLayout, GetOutcome, Namespace
 from kvstore.environment import PAGE, Environment
-from kvstore.errors import StoreDamagedError
+from kvstore.errors import StoreDamagedError, TierUnavailable
 from kvstore.lmdb_free import overwrite_free_pages
-from kvstore.testing.supply import SPACE, get, keys, writes
+from kvstore.testing.supply import SPACE, content, get, keys, writes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,6 +61,41 @@ def test_a_purge_can_leave_the_bytes_and_says_so(store: BlockStore, tier: Path) 
     assert any("free pages" in residue.what for residue in remains)
 
 
+@pytest.mark.parametrize("scheme", ["lmdb", "file"])
+def test_what_a_purge_removed_is_on_disk_when_it_ends_bytes_or_no_bytes(
+    tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with kvstore.open_store(f"{scheme}://{tmp_path}/kv") as store:
+        store.put_many(SPACE, writes(range(3)))
+        for overwrite in (True, False):
+            store.purge_many(SPACE, keys([int(overwrite)]), overwrite=overwrite)
+            with monkeypatch.context() as patch:
+                patch.setattr(Environment, "sync", _no_device)
+                with pytest.raises(TierUnavailable):
+                    store.finish_purge(overwrite=overwrite)
+
+
+def _no_device(_: Environment) -> None:
+    raise OSError(errno.EIO, "no device")
+
+
+@pytest.mark.parametrize(("nbytes", "is_said"), [(512, True), (3952, True), (3953, False)])
+def test_small_blocks_lie_beside_others_and_what_is_left_of_them_is_said(
+    tier: Path, store: BlockStore, nbytes: int, is_said: bool
+) -> None:
+    space = Namespace("small", "revision-1", (BlockLayout.opaque(nbytes),), block_tokens=1)
+    for start in range(100, 200, 10):
+        store.put_many(space, writes(range(start, start + 10), space))
+    store.purge_many(space, keys(range(100, 160)))
+    remains = store.finish_purge()
+    data = (tier / "data.mdb").read_bytes()
+    legible = [number for number in range(100, 160) if content(number, nbytes)[:32].tobytes() in data]
+    said = [residue.what for residue in remains if "beside others" in residue.what]
+    assert bool(said) is is_said
+    assert not legible or is_said
+    assert not any("beside others" in residue.what for residue in store.finish_purge())
+
+
 def test_pages_that_a_reader_still_sees_are_left_and_said(
     store: BlockStore, tier: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,7 +105,9 @@ def test_pages_that_a_reader_still_sees_are_left_and_said(
     with environment.read() as txn:
         size = txn.stat(environment.databases["blocks"])["entries"]
         store.purge_many(SPACE, keys(range(20)))
-        remains = store.finish_purge()
+        told: list[int] = []
+        remains = store.finish_purge(advance=told.append)
+        assert sum(told) <= (tier / "data.mdb").stat().st_size  # each page once, however often it was tried
         held = next(residue for residue in remains if "reader" in residue.what)
         assert held.nbytes is not None
         assert 20 * SPACE.block_bytes() <= held.nbytes <= 26 * SPACE.block_bytes()
@@ -89,7 +127,7 @@ def test_what_lies_behind_the_last_page_in_use_is_overwritten(store: BlockStore,
     assert get(store, range(40)) == [HIT] * 40
 
 
-@pytest.mark.parametrize("damage", ["count", "number", "twice"])
+@pytest.mark.parametrize("damage", ["count", "number", "twice", "huge", "key size", "value size"])
 def test_a_list_that_does_not_add_up_is_not_believed(tmp_path: Path, damage: str) -> None:
     environment = Environment.open(tmp_path, ["blocks"])
     blocks = environment.databases["blocks"]
@@ -106,6 +144,12 @@ def test_a_list_that_does_not_add_up_is_not_believed(tmp_path: Path, damage: str
         changed = struct.pack("=Q", count - 1)
     elif damage == "number":
         changed = struct.pack("=QQ", count, len(before) // PAGE + 7)
+    elif damage == "huge":
+        changed = struct.pack("=Q", 1 << 62)
+    elif damage == "key size":
+        place, changed = place - 10, struct.pack("=H", 4)
+    elif damage == "value size":
+        place, changed = place - 16, struct.pack("=H", 4)
     else:
         changed = struct.pack("=QQ", count, pages[1])
     with path.open("r+b") as file:
