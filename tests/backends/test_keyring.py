@@ -13,9 +13,10 @@ import sys
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from copy import copy
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from kvstore.sealing import (
     DataKey,
     Keyring,
     KeySource,
+    Sealer,
     Unsealed,
     keyring_of,
     open_sealer,
@@ -36,6 +38,9 @@ from kvstore.sealing import (
     unseal_into,
 )
 from kvstore.url import TierURL
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 KEY, OTHER = bytes(range(7, 39)), bytes(range(140, 172))
 SPACE, BLOCK = b"n" * 16, BlockKey(b"d" * 32, group=3)
@@ -207,43 +212,34 @@ class TestItsFile:
         assert Keyring.open(path, KEY).tenants() == ["acme"]
 
 
-def test_one_is_looked_up_while_others_open_and_close(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_is_looked_up_while_another_is_opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPERATOR_KEY", KEY.hex())
     url = TierURL.parse(f"file:///nowhere?encryption=env:OPERATOR_KEY&keyring={path}")
     url = url.validated(backend_class(url).options)
-    one = Keyring.open(path, KEY)
+    sealers: list[Sealer | None] = []
+    opening = threading.Thread(target=lambda: sealers.append(open_sealer(url, [])))
 
-    def another(*_: object, **__: object) -> Keyring:  # thousands, without a file for each
-        return copy(one)
+    class Busy(WeakSet[Keyring]):
+        """Gone through slowly enough for another thread."""
 
-    def not_closed(_: Keyring) -> None:
-        pass
+        def __iter__(self) -> Iterator[Keyring]:
+            for keyring in super().__iter__():
+                if not opening.ident:
+                    opening.start()
+                    opening.join(0.2)
+                yield keyring
 
-    monkeypatch.setattr(Keyring, "open", another)
-    monkeypatch.setattr(Keyring, "close", not_closed)
-    held = [open_sealer(url, []) for _ in range(1000)]
-    over = threading.Event()
-
-    def look() -> None:
-        while not over.is_set():
-            assert keyring_of("another") is None
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    with ThreadPoolExecutor(1) as pool:
-        looking = pool.submit(look)
-        try:
-            for _ in range(1000):
-                sealer = open_sealer(url, [])
-                assert sealer is not None
-                sealer.close()
-        finally:
-            over.set()
-            sys.setswitchinterval(interval)
-        looking.result()
-    assert keyring_of(one.id) is not None
-    del held
-    assert keyring_of(one.id) is None
+    monkeypatch.setattr("kvstore.sealing.sealer._open", Busy())
+    sealers += [open_sealer(url, []), open_sealer(url, [])]
+    assert keyring_of("another") is None
+    opening.join()
+    assert len(sealers) == 3
+    with Keyring.open(path, KEY) as keyring:
+        assert keyring_of(keyring.id) is not None
+        for sealer in sealers:
+            assert sealer is not None
+            sealer.close()
+        assert keyring_of(keyring.id) is None
 
 
 class TestDestruction:
