@@ -26,7 +26,7 @@ from kvstore.types import Residue
 from kvstore.url import TierURL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from kvstore.abc import BlockStore
     from kvstore.namespace import Namespace
@@ -57,7 +57,9 @@ class Keys(enum.Enum):
     AUTO = "auto"
     """Those of a tenant that is purged as a whole are destroyed, no others."""
     DESTROY = "destroy"
-    """The tenant's; where no tenant is given, all in the keyring, other tiers' that share it included."""
+    """The tenant's, or with `Request.all` all in the keyring, other tiers' that share it included. Only where nothing
+    else narrows the purge down: a key opens all that was sealed with it.
+    """
     KEEP = "keep"
 
 
@@ -83,6 +85,11 @@ class Request:
     def mark(self) -> Mark:
         """What the blocks are marked with."""
         return Mark(self.label, tenant=self.tenant)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether everything goes, or everything of a tenant."""
+        return self == Request(all=True) or bool(self.tenant and self == Request(tenant=self.tenant))
 
     def takes(self, space: Namespace) -> bool:
         """Whether blocks of this namespace may go."""
@@ -206,12 +213,12 @@ class _Purge:
         spaces = {space.fingerprint: space for space in self._spaces()}
         seen = {name: SpaceReceipt(space.name, space.model) for name, space in spaces.items()}
         self.receipt.spaces = list(seen.values())
+        if tombs:  # what the first of them says
+            self.receipt.refused_until = now_ns() / 1e9 + self.refuse_s
         for _ in range(PASSES):
             if not sum([self._remove(space, seen[name]) for name, space in spaces.items()]):
                 break
-        if tombs:
-            self.receipt.refused_until = now_ns() / 1e9 + self.refuse_s
-        self._settle(spaces.values())
+        self._settle(spaces, seen)
         for info in (info for space in spaces.values() for info in self.asked.infos(self.store, space)):
             self.receipt.left += info.created < self.receipt.began
             self.receipt.stored_since += info.created >= self.receipt.began
@@ -240,7 +247,7 @@ class _Purge:
             self.advance(len(some))
         return removed
 
-    def _settle(self, spaces: Iterable[Namespace]) -> None:
+    def _settle(self, spaces: Mapping[bytes, Namespace], seen: Mapping[bytes, SpaceReceipt]) -> None:
         """Where others learn of a purge only later, remove what they stored again until then."""
         wait = self.store.capabilities.tombstones_seen_s
         if not wait or not self.receipt.refused_until or not self.receipt.blocks:
@@ -249,8 +256,8 @@ class _Purge:
             self.receipt.remains.append(Residue("blocks stored again meanwhile", None, f"purge again in {wait:.0f} s"))
             return
         time.sleep(wait)
-        for space in spaces:
-            self._remove(space, SpaceReceipt(space.name, space.model))
+        for name, space in spaces.items():
+            self._remove(space, seen[name])
 
     def _overwritten(self, nbytes: int) -> None:
         self.receipt.overwritten += nbytes
@@ -265,7 +272,7 @@ def _count(seen: SpaceReceipt, info: BlockInfo, asked: Request) -> None:
 
 def _destroy_keys(url: TierURL | str, asked: Request, keys: Keys) -> bool:
     """Destroy the data keys of those whose blocks go, if that is asked; whether they are. Raises a `KVStoreError`."""
-    wanted = asked.tenant and asked == Request(tenant=asked.tenant) if keys is Keys.AUTO else keys is Keys.DESTROY
+    wanted = asked.is_whole and not asked.all if keys is Keys.AUTO else keys is Keys.DESTROY
     tier = TierURL.parse(url) if isinstance(url, str) else url
     found = check_options(tier.validated(backend_class(tier).options)) if wanted else None
     if found is None:
@@ -280,9 +287,10 @@ def _destroy_keys(url: TierURL | str, asked: Request, keys: Keys) -> bool:
     return True
 
 
-def _beside_keys(tier: TierReceipt) -> list[Residue]:
+def _beside_keys(tier: TierReceipt, asked: Request) -> list[Residue]:
     if not tier.erasable:
-        return [Residue("data keys that open every copy of the removed blocks", None, "purge with --keys destroy")]
+        remedy = "purge with --keys destroy" if asked.is_whole else ""
+        return [Residue("data keys that open every copy of the removed blocks", None, remedy)]
     found = [Residue("copies of the keyring that somebody kept, beside the operator's key", None, "erase them as well")]
     shared = sum(space.shared for space in tier.spaces)
     if shared:
@@ -305,8 +313,11 @@ def purge(
     Each tier is opened for itself and closed again. For `refuse_s` seconds the removed blocks are not stored again.
     `overwrite`: what removed blocks leave on the device is written over where that can be done. `keys`: whether the
     data keys that they were encrypted with are destroyed. `advance` is called with each number of blocks that were
-    dealt with. Raises nothing for a tier that fails: see `TierReceipt.failed`.
+    dealt with. Raises nothing for a tier that fails: see `TierReceipt.failed`; `ValueError` where keys would be
+    destroyed of more than what goes.
     """
+    if keys is Keys.DESTROY and not asked.is_whole:
+        raise ValueError("data keys are destroyed with everything, or with everything of a tenant: more is kept here")
     receipt = Receipt(asked, dry_run, now_ns() / 1e9)
     for url in urls:
         tier = TierReceipt(str(url), now_ns() / 1e9)
@@ -325,7 +336,7 @@ def purge(
                     tier.erasable = _destroy_keys(url, asked, keys)
                 one.run()
                 if sealed:
-                    tier.remains += _beside_keys(tier)
+                    tier.remains += _beside_keys(tier, asked)
         except (KVStoreError, ValueError) as error:
             tier.failed.append(str(error))
         finally:

@@ -15,7 +15,7 @@ import click
 from kvstore.abc import REFUSE_S
 from kvstore.cli import EXIT_NOT_INTACT
 from kvstore.cli._common import emit_json, json_option, print_table, progress
-from kvstore.errors import InvalidOptionError
+from kvstore.errors import InvalidOptionError, KVStoreError
 from kvstore.purging import Keys, Receipt, Request, TierReceipt
 from kvstore.purging import purge as purge_tiers
 from kvstore.registry import backend_class, open_store
@@ -64,7 +64,8 @@ class _Time(click.ParamType[float]):
     type=click.Choice([choice.value for choice in Keys]),
     default=Keys.AUTO.value,
     show_default=True,
-    help="Data keys of an encrypted tier; auto destroys those of a --tenant that goes as a whole.",
+    help="Data keys of an encrypted tier; auto destroys those of a --tenant that goes as a whole; destroy is for --all"
+    " or --tenant alone.",
 )
 @click.option("--keep-bytes", is_flag=True, help="Do not overwrite what removed blocks leave on a local disk.")
 @click.option(
@@ -102,15 +103,19 @@ def purge(
         raise click.UsageError("--all is every block: leave out what narrows it down")
     if not (everything or prefix or label or tenant or older_than is not None):
         raise click.UsageError("which blocks? Give --namespace, --label, --tenant, --older-than or --all")
+    if keys == Keys.DESTROY.value and (prefix or label or older_than is not None):
+        raise click.UsageError("--keys destroy goes with --all or --tenant alone: a key opens more than these blocks")
     if refuse > MOST_REFUSED_S:
         raise click.UsageError(f"--refuse: at most {MOST_REFUSED_S / 86400:.0f}d")
     tiers = [_checked(TierURL.parse(url)) for url in urls]
-    names = None if prefix is None else _matching(tiers, prefix)
+    names, failed = (None, dict[int, str]()) if prefix is None else _matching(tiers, prefix)
     asked = Request(names, label, tenant, older_than, everything)
     work = partial(purge_tiers, dry_run=not yes, refuse_s=refuse, overwrite=not keep_bytes, keys=Keys(keys))
     with nullcontext() if file is None else file.open("w") as receipt:  # opened before anything is removed
         with progress("purging" if yes else "looking", None) as advance:
-            done = work(tiers, asked, advance=advance)
+            done = work([tier for place, tier in enumerate(tiers) if place not in failed], asked, advance=advance)
+        for place, why in failed.items():
+            done.tiers.insert(place, TierReceipt(str(tiers[place]), done.began, failed=[why]))
         if receipt is not None:
             receipt.write(json.dumps(receipt_json(done), indent=2) + "\n")
     if as_json:
@@ -128,16 +133,21 @@ def _checked(tier: TierURL) -> TierURL:
     return replace(tier, raw_options={name: value for name, value in tier.raw_options.items() if name != "sweep"})
 
 
-def _matching(tiers: Sequence[TierURL], prefix: str) -> tuple[str, ...]:
-    """The names of all namespaces that start so, in any of the tiers. What cannot be opened is in the receipt later."""
-    known: set[str] = set()
-    for tier in tiers:
-        with open_store(tier, readonly=True) as store:
-            known |= {space.name for space in store.namespaces()}
+def _matching(tiers: Sequence[TierURL], prefix: str) -> tuple[tuple[str, ...], dict[int, str]]:
+    """The names of all namespaces that start so, in any tier; and which tiers could not tell, with why."""
+    known, failed = set[str](), dict[int, str]()
+    for place, tier in enumerate(tiers):
+        try:
+            with open_store(tier, readonly=True) as store:
+                known |= {space.name for space in store.namespaces()}
+        except KVStoreError as error:
+            if len(tiers) == 1:
+                raise
+            failed[place] = str(error)
     matching = sorted(name for name in known if name.startswith(prefix.lower()))
     if not matching:
         raise click.UsageError(f"no namespace starts with {prefix!r}. There are: {', '.join(sorted(known)) or 'none'}")
-    return tuple(matching)
+    return tuple(matching), failed
 
 
 def receipt_json(receipt: Receipt) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from purge_helpers import found, machine
 import kvstore
 from kvstore import GetOutcome, Mark, PutOutcome
 from kvstore.cli import EXIT_NOT_INTACT, EXIT_OK, EXIT_USAGE, run
-from kvstore.purging import Request, purge
+from kvstore.purging import Keys, Request, purge
 from kvstore.testing.clock import MovableClock, movable_clock
 from kvstore.testing.supply import SPACE, get, held, key, keys, write, writes
 
@@ -114,6 +114,12 @@ def test_several_tiers_are_purged_whatever_becomes_of_one(tmp_path: Path, capsys
     assert (code, told["complete"]) == (EXIT_NOT_INTACT, False)
     assert [(tier["blocks"], len(tier["failed"])) for tier in told["tiers"]] == [(3, 0), (0, 1), (3, 0)]
     assert not (tmp_path / "nowhere").exists()
+    for url in (urls[0], urls[2]):
+        with kvstore.open_store(url) as store:
+            store.put_many(SPACE, writes(range(10, 12)))
+    code, told = machine(capsys, "purge", *urls, "--namespace", SPACE.name[:6], "--yes")
+    assert code == EXIT_NOT_INTACT
+    assert sorted((tier["blocks"], len(tier["failed"])) for tier in told["tiers"]) == [(0, 1), (2, 0), (2, 0)]
 
 
 def test_a_tier_that_keeps_no_tenants_is_not_purged_by_tenant(
@@ -275,6 +281,18 @@ def test_keys_are_kept_unless_a_tenant_goes_as_a_whole_or_it_is_asked(
     assert any("open every copy" in residue["what"] for residue in tier["remains"]) is not erasable
     with kvstore.open_store(copy) as store:
         assert get(store, range(6)) == [MISS if erasable else HIT] * 6
+
+
+@pytest.mark.parametrize("more", [("--label", "x"), ("--older-than", "1s"), ("--namespace", SPACE.name)])
+def test_no_key_is_destroyed_that_opens_more_than_what_goes(sealed_url: str, more: tuple[str, str]) -> None:
+    for asked in (more, ("--tenant", "acme", *more)):
+        assert run(["purge", sealed_url, *asked, "--keys", "destroy", "--yes"]) == EXIT_USAGE
+    with pytest.raises(ValueError, match="keys"):
+        purge([sealed_url], Request(label="x"), dry_run=False, keys=Keys.DESTROY)
+    remains = purge([sealed_url], Request(older_than=3600), dry_run=False).tiers[0].remains
+    assert [residue.remedy for residue in remains if "data keys" in residue.what] == [""]
+    with kvstore.open_store(sealed_url) as store:
+        assert get(store, range(6)) == [HIT] * 6
 
 
 def test_a_dry_run_destroys_no_key(sealed_url: str) -> None:
