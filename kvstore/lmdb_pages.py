@@ -135,6 +135,17 @@ class Pages:
             for number, length in zip(first.tolist(), count.tolist(), strict=True):
                 self._check_large(number, length)
 
+    def end(self, main: Tree, free: Tree) -> int:
+        """The number behind the last page that something lies on. Raises `PageError` where a tree is not sound."""
+        seen: list[Numbers] = []
+        extents: list[tuple[Numbers, Numbers]] = []
+        named = [tree for nodes in self._checked(main, seen, extents) for tree in nodes.subtrees()]
+        for tree in (*named, free):
+            for _ in self._checked(tree, seen, extents):
+                pass
+        ends = [numbers + 1 for numbers in seen] + [first + count for first, count in extents]
+        return max((int(one.max()) for one in ends if len(one)), default=_FIRST)
+
     def unused(self, main: Tree, free: Tree) -> list[tuple[int, Numbers]]:
         """The list of free pages: a transaction, and the pages that it freed. Raises `PageError` unless they and those
         that the databases say they use are all there are. Of the databases, only their records are read.
@@ -270,9 +281,10 @@ class Pages:
             if node in first:
                 value = self.large(first[node], int(nodes.value_bytes[node]))
             listed = np.frombuffer(value[: len(value) // 8 * 8], np.uint64).astype(np.int64)
-            if not len(listed) or listed[0] != len(listed) - 1 or len(value) % 8 or nodes.key_bytes[node] != 8:
+            # LMDB may reserve a record that it then has no use for: fewer pages than there is room for, mostly none.
+            if not len(listed) or not 0 <= listed[0] < len(listed) or len(value) % 8 or nodes.key_bytes[node] != 8:
                 raise PageError("the list of free pages has a record that cannot be")
-            yield int.from_bytes(nodes.key(node), sys.byteorder), listed[1:]
+            yield int.from_bytes(nodes.key(node), sys.byteorder), listed[1 : 1 + int(listed[0])]
 
     def _check_apart(self, seen: list[Numbers], values: list[tuple[Numbers, Numbers]], unused: list[Numbers]) -> None:
         """No page is of two trees, of two values, or free as well."""

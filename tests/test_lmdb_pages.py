@@ -132,3 +132,39 @@ def test_of_a_file_that_nobody_touched_pages_are_looked_at_where_that_is_soon_do
     assert damage(data.parent, thorough=False, trees=True, untouched=True) is None
     assert damage(data.parent, thorough=False, trees=True)
     assert damage(data.parent, thorough=True, untouched=True)
+
+
+def test_pages_at_the_end_that_were_taken_and_given_back_need_not_be_in_the_file(data: Path) -> None:
+    environment = Environment.open(data.parent, ["a", "b", "empty"])
+    with environment.write() as txn:
+        txn.put(b"large", bytes(400_000), db=environment.databases["b"])
+        txn.delete(b"large", db=environment.databases["b"])
+        txn.put(b"small", b"x", db=environment.databases["a"])
+    environment.close()
+    last = struct.unpack_from("=Q", data.read_bytes(), max((0, PAGE), key=lambda at: at_transaction(data, at)) + 136)[0]
+    assert data.stat().st_size < (last + 1) * PAGE, "nothing of them was written"
+    assert damage(data.parent, thorough=True, trees=True, values=True) is None
+    os.truncate(data, data.stat().st_size // 2)
+    assert "cut to" in (damage(data.parent, thorough=False) or "")
+
+
+def at_transaction(data: Path, page: int) -> int:
+    number: int = struct.unpack_from("=Q", data.read_bytes(), page + 144)[0]
+    return number
+
+
+def test_a_record_of_the_free_list_with_room_for_more_is_no_damage(data: Path) -> None:
+    """LMDB reserves records for the list before it knows how long it is."""
+    raw = bytearray(data.read_bytes())
+    free = max((0, PAGE), key=lambda at: at_transaction(data, at)) + 40
+    (root,) = struct.unpack_from("=Q", raw, free + 40)
+    (at,) = struct.unpack_from("=H", raw, root * PAGE + 16)
+    count = root * PAGE + at + 8 + 8
+    (listed,) = struct.unpack_from("=Q", raw, count)
+    assert listed, "a list of free pages"
+    struct.pack_into("=Q", raw, count, 0)
+    data.write_bytes(raw)
+    assert damage(data.parent, thorough=False, trees=True) is None
+    struct.pack_into("=Q", raw, count, listed + 1)
+    data.write_bytes(raw)
+    assert "cannot be" in (damage(data.parent, thorough=False, trees=True) or "")
