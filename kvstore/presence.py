@@ -42,6 +42,7 @@ __all__ = [
     "is_presence_file",
     "mode_of",
     "permit",
+    "sync_folder",
 ]
 
 GATE_TIMEOUT_S = 60.0
@@ -239,7 +240,7 @@ class Presence:
                 raise
             temporary.unlink(missing_ok=True)
             self._write(path, line, 0)
-        _sync_directory(self.directory)
+        sync_folder(self.directory)
 
     def _write(self, path: Path, line: str, flags: int) -> None:
         descriptor = os.open(path, os.O_WRONLY | flags | os.O_CLOEXEC, self._mode)
@@ -374,8 +375,9 @@ def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
 
 
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+def sync_folder(folder: Path | str) -> None:
+    """Bring the names in a folder to disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:

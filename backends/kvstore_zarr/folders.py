@@ -15,7 +15,7 @@ import struct
 from typing import TYPE_CHECKING
 
 from kvstore.files import make_folder
-from kvstore.presence import permit
+from kvstore.presence import permit, sync_folder
 from kvstore_zarr.format import PAGE
 from kvstore_zarr.metadata import METADATA_NAME
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvstore.types import BlockKey
     from kvstore_zarr.metadata import NamespaceTree
 
-__all__ = ["FOLDERS_DATABASE", "Folders", "occupied", "sync_folder"]
+__all__ = ["FOLDERS_DATABASE", "Folders", "occupied"]
 
 FOLDERS_DATABASE = "folders"
 
@@ -48,15 +48,6 @@ def occupied(path: str | Path) -> int:
         return os.lstat(path).st_blocks * 512
     except FileNotFoundError:
         return 0
-
-
-def sync_folder(folder: str) -> None:
-    """Bring the names in a folder to disk."""
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 class Folders:

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING
 import lmdb
 
 from kvstore.catalog import Entry, address_of
+from kvstore.presence import sync_folder
 from kvstore.retention import now_ns
 from kvstore.types import BlockWrite, PutOutcome
 from kvstore_zarr import eviction, steps
-from kvstore_zarr.folders import sync_folder
 from kvstore_zarr.format import PAGE, BlockFacts
 from kvstore_zarr.removal import erase, overwrite, reclaim_if_due, release, settle_intent
 from kvstore_zarr.sealed import seal_file

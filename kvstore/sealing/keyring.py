@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.errors import KeyringError
+from kvstore.presence import sync_folder
 from kvstore.sealing.document import Document
 
 if TYPE_CHECKING:
@@ -326,10 +327,6 @@ def _replace(path: Path, document: Document) -> None:
             stream.flush()
             os.fsync(file)
         new.rename(path)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)
     except OSError as error:
         raise KeyringError(f"{path} cannot be written: {error.strerror}") from error
