@@ -220,8 +220,9 @@ class _Purge:
                 break
         self._settle(spaces, seen)
         for info in (info for space in spaces.values() for info in self.asked.infos(self.store, space)):
-            self.receipt.left += info.created < self.receipt.began
-            self.receipt.stored_since += info.created >= self.receipt.began
+            since = self.receipt.began <= info.created <= now_ns() / 1e9  # else it was there, by whatever clock
+            self.receipt.left += not since
+            self.receipt.stored_since += since
         if self.asked.mark == Mark() and self.asked.older_than is None:
             for space in spaces.values():
                 self.store.drop_namespace(space, only_if_empty=True)

@@ -299,3 +299,15 @@ def test_a_dry_run_destroys_no_key(sealed_url: str) -> None:
     purge([sealed_url], Request(tenant="acme"), dry_run=True)
     with kvstore.open_store(sealed_url) as store:
         assert get(store, range(6)) == [HIT] * 6
+
+
+def test_a_block_that_could_not_be_removed_is_left_though_its_writers_clock_was_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"lmdb://{tmp_path}/kv"
+    with movable_clock() as ahead, kvstore.open_store(url) as store:
+        ahead.advance(3600)
+        store.put_many(SPACE, writes(range(2)))
+    monkeypatch.setattr("kvstore_lmdb.LMDBStore.purge_many", lambda *_, **__: [False, False])
+    (tier,) = purge([url], Request(all=True), dry_run=False).tiers
+    assert (tier.left, tier.stored_since, tier.complete) == (2, 0, False)
