@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import checker
 import observer
 import worker
+from unsealing import read_keys
 from worker import COUNTS
 
 from kvstore import open_store
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from observer import Observation
+    from unsealing import Keys
 
 SEATS = 8
 PATIENCE_S = 1.0
@@ -56,13 +58,17 @@ class Site:
 
 @dataclass
 class Report:
-    """What a campaign saw. `kills_inside_puts` by the workers' own marks, `intents_of_the_dead` by the catalogue."""
+    """What a campaign saw. `kills_inside_puts` by the workers' own marks, `intents_of_the_dead` by the catalogue.
+
+    `left_reserved`: bytes that were reserved still once somebody had opened what the dead left, in sum.
+    """
 
     rounds: int = 0
     kills: int = 0
     kills_inside_puts: int = 0
     intents_of_the_dead: int = 0
     blocks_checked: int = 0
+    left_reserved: int = 0
     wrong: list[str] = field(default_factory=list[str])
     openings_s: list[float] = field(default_factory=list[float])
     counts: dict[str, int] = field(default_factory=dict[str, int])
@@ -74,7 +80,8 @@ class Report:
         return (
             f"{self.rounds} rounds, {self.kills} kills in {self.seconds:.0f} s, {self.kills_inside_puts} inside a put"
             f" (intents of the dead: {self.intents_of_the_dead}); {seen}; {self.blocks_checked} blocks read by the"
-            f" checker; slowest opening {max(self.openings_s):.2f} s; {self.observation}"
+            f" checker, {len(self.wrong)} wrong; {self.left_reserved} bytes left reserved; slowest opening"
+            f" {max(self.openings_s):.2f} s; {self.observation}"
         )
 
 
@@ -146,13 +153,18 @@ class Crew:
 
 @dataclass
 class Campaign:
-    """One campaign against one site, with the checks that its backend calls for."""
+    """One campaign against one site, with the checks that its backend calls for.
+
+    `keyring` and `operator_key` of a site that is encrypted: what the checker opens its blocks with.
+    """
 
     site: Site
-    check: Callable[[Path, bool], checker.Verdict]
+    check: Callable[[Path, bool, Keys | None], checker.Verdict]
     catalogue: Path
     leases: Path
     seed: int = 1
+    keyring: Path | None = None
+    operator_key: bytes = b""
     report: Report = field(default_factory=Report)
     _mourned: set[bytes] = field(default_factory=set[bytes])
 
@@ -196,16 +208,23 @@ class Campaign:
 
     def _look_at_what_is_left(self) -> None:
         """Before anybody opens the tier: no torn block, no wrong byte. After: nothing reserved, nothing left over."""
-        before = self.check(self.site.root, False)
+        before = self._checked(settled=False)
         started = time.perf_counter()
         with open_store(self.site.url, **self.site.open_options()) as store:
             self.report.openings_s.append(time.perf_counter() - started)
             usage = store.usage()
-        after = self.check(self.site.root, True)
+        after = self._checked(settled=True)
         self.report.blocks_checked += before.blocks + after.blocks
         self.report.wrong += before.wrong + after.wrong
+        self.report.left_reserved += usage.reserved
         if (usage.reserved, usage.used, usage.blocks) != (0, after.used, after.blocks):
             self.report.wrong.append(f"{usage}, but there are {after.blocks} blocks of {after.used} bytes")
+
+    def _checked(self, *, settled: bool) -> checker.Verdict:
+        keys = None if self.keyring is None else read_keys(self.keyring, self.operator_key)
+        verdict = self.check(self.site.root, settled, keys)
+        self.report.wrong += [f"{place} is sealed with a key that is no more" for place in verdict.noise]
+        return verdict
 
     def _observed(self) -> Observing:
         return Observing(self.site, self.report)

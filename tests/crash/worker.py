@@ -45,6 +45,7 @@ class Worker:
     def __init__(self, url: str, options: Mapping[str, Any], seat: int, seed: int, board: Array[c_int64]) -> None:
         self.url, self.options = url, options
         self.chance = random.Random(seed)
+        self.tenants = ("", "acme", "beta", f"worker-{seed}")  # the last is new: where blocks are sealed, so is its key
         self.board = board
         self.at = {name: seat * len(COUNTS) + place for place, name in enumerate(COUNTS)}
 
@@ -58,7 +59,7 @@ class Worker:
             while os.getppid() == parent:  # nobody is to work on for a harness that was killed itself
                 keys = [block_key(number) for number in self.chance.sample(range(KEYS), self.chance.randint(1, 4))]
                 if self.chance.random() < 0.7:
-                    blocks = [BlockWrite(key, expected(key)) for key in keys]
+                    blocks = [BlockWrite(key, expected(key), tenant=self.chance.choice(self.tenants)) for key in keys]
                     self.board[self.at["inside"]] = 1
                     outcomes = store.put_many(SPACE, blocks)
                     self.board[self.at["inside"]] = 0
