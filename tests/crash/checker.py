@@ -240,15 +240,29 @@ def _books(tables: dict[bytes, dict[bytes, bytes]]) -> Books:
         wrong=[],
         seal=tables[b"info"].get(b"seal"),
     )
+    pinned = {key for key, value in tables[b"meta"].items() if _is_pinned(value)}
     ages = {
-        struct.pack(">Q", fields[6]) + key: struct.pack("<QQ", fields[3], fields[4]) for key, fields in meta.items()
+        struct.pack(">Q", fields[6]) + key: struct.pack("<QQ", fields[3], fields[4])
+        for key, fields in meta.items()
+        if key not in pinned
     }
-    expected = {"blocks": len(meta), "used": sum(books.sizes.values()), "reserved": sum(books.intents.values())}
+    expected = {"blocks": len(meta), "used": sum(books.sizes.values()), "reserved": sum(books.intents.values()),
+                "pinned": sum(books.sizes[key] for key in pinned)}  # fmt: skip
     books.wrong += [
         f"{name} is {totals[name]}, the sum is {value}" for name, value in expected.items() if totals[name] != value
     ]
     books.wrong += ["`age` does not mirror `meta`"] * (ages != tables[b"age"])
     return books
+
+
+def _is_pinned(value: bytes) -> bool:
+    """Whether one of the marks at the end of a `meta` record is a pin."""
+    place, pinned = _META.size + _META.unpack_from(value)[1], False
+    while place < len(value):
+        flags, label, tenant = value[place : place + 3]
+        pinned |= bool(flags & 1)
+        place += 3 + label + tenant
+    return pinned
 
 
 def check_file_tier(root: Path, settled: bool, keys: Keys | None = None, *, catalogue: Path) -> Verdict:
