@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kvstore
-from kvstore import GetOutcome
+from kvstore import GetOutcome, Mark
 from kvstore.cli import run
-from kvstore.testing.supply import SPACE, content, get, writes
+from kvstore.testing.supply import SPACE, content, get, write
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
@@ -42,12 +42,15 @@ def machine(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, Any]:
 
 
 @contextmanager
-def in_use(url: str, numbers: range, processes: int, **options: object) -> Generator[Users]:
-    """So many processes put and get these blocks for as long as the body runs."""
+def in_use(
+    url: str, numbers: range, processes: int, *, tenants: tuple[str, ...] = ("",), **options: object
+) -> Generator[Users]:
+    """So many processes put and get these blocks, of these tenants in turn, for as long as the body runs."""
     context = multiprocessing.get_context("spawn")
-    users = Users(Path(f"{url.partition('://')[2]}-users"))
+    users = Users(Path(f"{url.partition('://')[2].partition('?')[0]}-users"))
     with context.Pool(processes) as pool:
-        jobs = [pool.apply_async(_use, (url, numbers, seed, options, str(users.folder))) for seed in range(processes)]
+        given = (options, str(users.folder), tenants)
+        jobs = [pool.apply_async(_use, (url, numbers, seed, *given)) for seed in range(processes)]
         try:
             yield users
         finally:
@@ -70,21 +73,34 @@ class Users:
     def stop(self) -> None:
         (self.folder / "stop").touch()
 
+    def wait_for_more(self, processes: int) -> None:
+        """Until every process has put and got something once more."""
+        (self.folder / "more").touch()
+        self._wait("more-*", processes)
+
     def wait_for_work(self, processes: int) -> None:
         """Until every process has put and got something."""
+        self._wait("ready-*", processes)
+
+    def _wait(self, told: str, processes: int) -> None:
         deadline = time.monotonic() + 60
-        while len(list(self.folder.glob("ready-*"))) < processes:
+        while len(list(self.folder.glob(told))) < processes:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
 
-def _use(url: str, numbers: range, seed: int, options: dict[str, Any], folder: str) -> dict[str, int]:
+def _use(
+    url: str, numbers: range, seed: int, options: dict[str, Any], folder: str, tenants: tuple[str, ...]
+) -> dict[str, int]:
     chance, counts, told = random.Random(seed), dict[str, int](), Path(folder)
     with kvstore.open_store(url, **options) as store:
         while not (told / "stop").exists():
             purged = (told / "purged").exists()
             some = chance.sample(numbers, 6)
-            outcomes = [f"put {outcome.value}" for outcome in store.put_many(SPACE, writes(some[:3]))]
+            put = [write(number, tenant=tenants[number % len(tenants)]) for number in some[:3]]
+            outcomes = [f"put {outcome.value}" for outcome in store.put_many(SPACE, put)]
+            for block in put if len(tenants) > 1 else ():
+                store.mark_many(SPACE, [block.key], Mark(tenant=block.tenant))
             for outcome in get(store, some):
                 late = " after the purge" if purged and outcome is not GetOutcome.MISS else ""
                 outcomes.append(f"get {outcome if isinstance(outcome, str) else outcome.value}{late}")
@@ -92,4 +108,6 @@ def _use(url: str, numbers: range, seed: int, options: dict[str, Any], folder: s
                 counts[outcome] = counts.get(outcome, 0) + 1
             if len(counts) > 1 and counts.get("get hit"):
                 (told / f"ready-{seed}").touch()
+            if (told / "more").exists():
+                (told / f"more-{seed}").touch()
     return counts
