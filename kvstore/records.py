@@ -46,6 +46,7 @@ __all__ = [
     "Victim",
     "address_of",
     "addresses_of",
+    "generation_of",
     "mark_prefix",
     "times_of",
 ]
@@ -56,6 +57,8 @@ NO_CAPACITY = 0
 """How `info` says that the tier has no cap."""
 
 _META = struct.Struct("<HHIQQQQq")
+_GENERATION = struct.Struct("<Q")
+_GENERATION_AT = struct.calcsize("<HHIQ")
 _TIMES = struct.Struct("<QQ")
 _TIMES_AT = struct.calcsize("<HHIQQ")
 _AGE = struct.Struct("<QQ")
@@ -96,7 +99,7 @@ class Entry:
     created: int
     last_used: int
     generation: int = 0
-    """Which written copy of the block this is: a later one has a higher number. 0 where a backend has no need of it."""
+    """Which written copy of the block this is: a later one has a higher number. 0 where nobody has numbered it yet."""
     hits: int = 0
     position: int = NO_POSITION
     parent: bytes = NO_PARENT
@@ -148,6 +151,12 @@ def times_of(value: memoryview | bytes) -> tuple[int, int]:
     """When the block of a value in `meta` was created, and last used: `Entry.unpacked` for who asks nothing else."""
     created, last_used = _TIMES.unpack_from(value, _TIMES_AT)
     return created, last_used
+
+
+def generation_of(value: memoryview | bytes) -> int:
+    """The generation in a value in `meta`: `Entry.unpacked` for who asks nothing else."""
+    (generation,) = _GENERATION.unpack_from(value, _GENERATION_AT)
+    return int(generation)
 
 
 def _packed_mark(mark: Mark) -> bytes:

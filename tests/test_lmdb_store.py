@@ -103,8 +103,7 @@ class TestFormat:
             before = time.time_ns()
             put(store, [7], 1)
             after = time.time_ns()
-        address = SPACE.fingerprint + b"\0\1" + key(7).digest
-        value = stranger.submit(raw_get, tmp_path, address).result()
+        value = stranger.submit(raw_get, tmp_path, SPACE.fingerprint + b"\0\1" + key(7).digest).result()
         payload = content(7, 1).tobytes()
         (created,) = struct.unpack_from("<Q", value, 104)
         head = struct.pack(
@@ -123,9 +122,10 @@ def pages_of(store: LMDBStore) -> int:
 
 def raw_get(directory: Path, address: bytes) -> bytes:
     with lmdb.open(str(directory), max_dbs=8, readonly=True) as environment:
-        table = environment.open_db(b"blocks", create=False)
-        with environment.begin(db=table) as txn:
-            value: bytes = txn.get(address)
+        meta, blocks = (environment.open_db(name, create=False) for name in (b"meta", b"blocks"))
+        with environment.begin() as txn:
+            (generation,) = struct.unpack_from("<Q", txn.get(address, db=meta), 16)
+            value: bytes = txn.get(struct.pack(">Q", generation), db=blocks)
             return value
 
 
@@ -359,7 +359,7 @@ class TestUncleanEnds:
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         with opened(tmp_path) as store:
-            put(store, range(100))
+            put(store, range(200))
             with store._tier.environment.read() as txn:
                 depth = txn.stat(store._tier.environment.databases["blocks"])["depth"]
         assert depth >= 2

@@ -97,9 +97,10 @@ def test_a_pickle_in_a_tier_is_damage_like_any_other(
             path.write_bytes(bomb.ljust(path.stat().st_size, b"\0"))
         else:
             environment = store._tier.environment  # type: ignore[attr-defined]
-            address = SPACE.fingerprint + b"\0\0" + write(1).key.digest
-            with environment.write() as txn:
-                txn.put(address, bomb.ljust(65536 + 128, b"\0"), db=environment.databases["blocks"])
+            with environment.write() as txn:  # its first block stands under 1
+                assert txn.replace(
+                    b"\1".rjust(8, b"\0"), bomb.ljust(65536 + 128, b"\0"), environment.databases["blocks"]
+                )
         assert get(store, [1]) == [GetOutcome.CORRUPT]
         assert get(store, [1]) == [GetOutcome.MISS]
     assert not (tmp_path / "ran").exists()

@@ -1,7 +1,7 @@
 """`lmdb:///path/kv.lmdb`: blocks as entries of one LMDB environment, which any number of processes share.
 
 The URL names a directory with `data.mdb`, `lock.mdb` and the files of `kvstore.presence`. In the environment stand the
-catalogue (`kvstore.catalog`) and one more database, `blocks`: address to header and payload (`kvstore_lmdb.entry`).
+catalogue (`kvstore.catalog`) and one more database, `blocks`: generation to header and payload (`kvstore_lmdb.entry`).
 In `info` there may be a record `tick`: eight bytes without a meaning, written where a commit is needed for itself.
 A put is one transaction for each 16 MiB, with room made in an earlier one; a get is one short read transaction for each
 block: copied out first, checked after. The cap is a bound that LMDB itself keeps (`kvstore_lmdb.space`).
@@ -32,7 +32,7 @@ from kvstore.sealing import SEAL_BYTES, SEALING, Unsealed
 from kvstore.tombs import refused_until
 from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, Leftover, PutOutcome, Residue, Usage
 from kvstore.url import CAPACITY, DURABILITY, KEEP_FREE, MODE, READONLY, Option, TierURL, local_path
-from kvstore_lmdb.entry import Bytes, is_intact, key_id_in, read_into, stored_bytes, unseal_into
+from kvstore_lmdb.entry import Bytes, is_intact, key_id_in, place_of, read_into, stored_bytes, unseal_into
 from kvstore_lmdb.opening import BLOCKS, Tier, open_tier, take_out, tree_bytes
 from kvstore_lmdb.purge import finish_purge
 from kvstore_lmdb.put import Puts, Staged, chunks
@@ -304,7 +304,7 @@ class LMDBStore(BlockStore):
         with self._telling():
             for address in self._addresses(namespace, keys):
                 with self._tier.environment.read() as txn:
-                    value = txn.get(address, db=self._blocks)
+                    _, value = self._tier.value(txn, address)
                     found.append(None if value is None else key_id_in(value))
         return found
 
@@ -377,14 +377,12 @@ class LMDBStore(BlockStore):
     def _get(self, address: bytes, into: Bytes, ring: Ring | None) -> GetOutcome:
         if ring is not None:
             return self._get_sealed(address, into, ring)
-        header, booked = b"", True
+        header = b""
         with self._tier.environment.read() as txn:
-            value = txn.get(address, db=self._blocks)
+            booked, value = self._tier.value(txn, address)
             missing = value is None
             if value is not None:
                 header = read_into(value, into)
-            else:
-                booked = txn.get(address, db=self._tier.environment.databases["meta"]) is not None
         if not missing and is_intact(header, into, address):
             return GetOutcome.HIT
         if booked:  # damaged, or its bytes went behind our back: the books follow
@@ -392,14 +390,12 @@ class LMDBStore(BlockStore):
         return GetOutcome.MISS if missing else GetOutcome.CORRUPT
 
     def _get_sealed(self, address: bytes, into: Bytes, ring: Ring) -> GetOutcome:
-        found, booked = Unsealed.GOOD, True
+        found = Unsealed.GOOD
         with self._tier.environment.read() as txn:
-            value = txn.get(address, db=self._blocks)
+            booked, value = self._tier.value(txn, address)
             missing = value is None
             if value is not None:
                 found = unseal_into(value, into, address, ring)
-            else:
-                booked = txn.get(address, db=self._tier.environment.databases["meta"]) is not None
         if found is Unsealed.GOOD and not missing:
             return GetOutcome.HIT
         if booked and found is not Unsealed.UNKNOWN:
@@ -412,7 +408,7 @@ class LMDBStore(BlockStore):
         if self._readonly:
             return
         with suppress(OSError, lmdb.Error), self._tier.catalog.write() as change:
-            value = change.txn.get(address, db=self._blocks)
+            _, value = self._tier.value(change.txn, address)
             if value is None or not is_sound(value):
                 self._remove(change, address)
 
@@ -431,8 +427,10 @@ class LMDBStore(BlockStore):
         return removed
 
     def _remove(self, change: Change, address: bytes) -> bool:
-        known = bool(change.discard([address]))
-        return change.txn.delete(address, db=self._blocks) or known
+        gone = change.discard([address])
+        for entry in gone:
+            change.txn.delete(place_of(entry.generation), db=self._blocks)
+        return bool(gone)
 
 
 def _with_keys(sealer: Sealer, blocks: list[Staged]) -> list[Staged]:

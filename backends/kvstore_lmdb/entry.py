@@ -1,5 +1,9 @@
 """One block as one LMDB value: a header that binds the payload to its key, then the payload. Format version 0.
 
+It stands in `blocks` under its generation (`place_of`), which its entry in the catalogue knows. Generations are given
+out in order, and blocks go about in the order in which they came: so a put and an eviction change a page or two of that
+tree for many blocks. Under the blocks' addresses, which are random, they changed two for each, copied and written.
+
 | offset | bytes | field |
 |---|---|---|
 | 0 | 8 | `kvblock` and a zero byte |
@@ -42,10 +46,11 @@ if TYPE_CHECKING:
 __all__ = [
     "HEADER_BYTES",
     "Bytes",
-    "created_at",
     "fill",
+    "identified",
     "is_intact",
     "key_id_in",
+    "place_of",
     "read_into",
     "stored_bytes",
     "unseal_into",
@@ -59,6 +64,12 @@ _MAGIC, _VERSION, _LMDB_PAGE_HEADER = b"kvblock\0", 0, 16
 _SEALED = 1
 _FIELDS = struct.Struct("<8sHHHH16s64sQQI")
 _CRC = struct.Struct("<I")
+_PLACE = struct.Struct(">Q")
+
+
+def place_of(generation: int) -> bytes:
+    """The key in `blocks` of the value of that generation: 8 bytes, in order."""
+    return _PLACE.pack(generation)
 
 
 def stored_bytes(payload_bytes: int) -> int:
@@ -104,10 +115,9 @@ def read_into(value: memoryview, into: Bytes) -> bytes:
     return bytes(value[:HEADER_BYTES])
 
 
-def created_at(value: memoryview, address: bytes) -> int | None:
-    """When the block in `value` was stored, as far as its header can be trusted: None if it is not that of `address`.
-
-    Reads the header alone.
+def identified(value: memoryview | bytes) -> tuple[bytes, int] | None:
+    """Whose block stands in `value` (its address) and when it was stored, as far as its header can be trusted; None
+    where it cannot. Reads the header alone.
     """
     header = bytes(value[:HEADER_BYTES])
     if len(header) != HEADER_BYTES or crc32c(header[: _FIELDS.size]) != _CRC.unpack_from(header, _FIELDS.size)[0]:
@@ -115,7 +125,7 @@ def created_at(value: memoryview, address: bytes) -> int | None:
     magic, version, group, length, _, fingerprint, digest, nbytes, created, _ = _FIELDS.unpack_from(header)
     if (magic, version, nbytes) != (_MAGIC, _VERSION, len(value) - HEADER_BYTES):
         return None
-    return created if address == fingerprint + group.to_bytes(2, "big") + digest[:length] else None
+    return fingerprint + group.to_bytes(2, "big") + digest[:length], created
 
 
 def is_intact(header: bytes, payload: Bytes, address: bytes, *, sealed: bool = False) -> bool:

@@ -11,9 +11,11 @@ from kvstore.catalog import DATABASES, Catalog, stored_capacity
 from kvstore.environment import PAGE, Environment, check_filesystem, damage
 from kvstore.errors import NotAStoreError, StoreDamagedError, StoreFullError, StoreNotFoundError
 from kvstore.presence import Presence, State, explained, is_presence_file, mode_of
+from kvstore.records import generation_of
 from kvstore.retention import Retention
 from kvstore.sealing import PLAIN, check_options, open_sealer, record_seal, recorded_seals
 from kvstore.url import CAPACITY, DURABILITY, MODE, READONLY, TierURL, kept_free, local_path
+from kvstore_lmdb.entry import place_of
 from kvstore_lmdb.space import SMALLEST_CAPACITY, Space
 
 if TYPE_CHECKING:
@@ -50,6 +52,13 @@ class Tier:
     mode: int
     notes: tuple[str, ...]
     """What an operator should know of how it was found."""
+
+    def value(self, txn: lmdb.Transaction[memoryview], address: bytes) -> tuple[bool, memoryview | None]:
+        """Whether the catalogue knows a block, and the value that it says is the block's, if that is there."""
+        known = txn.get(address, db=self.environment.databases["meta"])
+        if known is None:
+            return False, None
+        return True, txn.get(place_of(generation_of(known)), db=self.environment.databases[BLOCKS])
 
     def current_space(self) -> Space:
         """The space as the disk leaves it now."""
@@ -119,11 +128,11 @@ def take_out(catalog: Catalog, space: Space, victims: Sequence[Victim]) -> set[b
     """Remove blocks that are still as they were read, in one transaction; the addresses of those removed."""
     blocks = catalog.environment.databases[BLOCKS]
     with catalog.write() as change:
-        gone = {victim.address for victim in change.evict(victims)}
-        for address in gone:
-            change.txn.delete(address, db=blocks)
+        gone = change.evict(victims)
+        for victim in gone:
+            change.txn.delete(place_of(victim.generation), db=blocks)
         change.set_overhead(space.overhead(tree_bytes(catalog, change.txn)))
-    return gone
+    return {victim.address for victim in gone}
 
 
 def tree_bytes(catalog: Catalog, txn: lmdb.Transaction[memoryview]) -> int:

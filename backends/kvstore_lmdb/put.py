@@ -13,7 +13,7 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import lmdb
 import numpy as np
@@ -21,7 +21,7 @@ import numpy as np
 from kvstore.catalog import Entry
 from kvstore.sealing import SEAL_BYTES
 from kvstore.types import NO_POSITION, BlockWrite, PutOutcome
-from kvstore_lmdb.entry import HEADER_BYTES, Bytes, fill
+from kvstore_lmdb.entry import HEADER_BYTES, Bytes, fill, place_of
 from kvstore_lmdb.opening import BLOCKS, Tier, evict, tree_bytes
 
 if TYPE_CHECKING:
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from kvstore.catalog import Totals
+    from kvstore.catalog import Change, Totals
     from kvstore.namespace import Namespace
     from kvstore.sealing import DataKey
 
-__all__ = ["Item", "Puts", "Staged", "chunks"]
+__all__ = ["Numbered", "Puts", "Staged", "chunks"]
 
 T = TypeVar("T")
 
@@ -43,8 +43,8 @@ _ATTEMPTS = 7
 _SPARE = 8
 """Staging buffers kept for the next put, a chunk each."""
 
-Item = tuple["Buffer", "Buffer"]
-"""Address and value."""
+Numbered: TypeAlias = "Callable[[int], Sequence[Entry]]"
+"""What the catalogue is to know of some blocks, numbered from a generation on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Puts:
                 totals = snapshot.totals()
             return first + self._put_fresh(namespace, blocks[middle:], totals, now)
         with self._staging(sum(block.value_bytes for block in blocks)) as memory:
-            items: list[Item] = []
+            values: list[Buffer] = []
             end = 0
             for block in blocks:
                 if block.data_key is None and self._tier.sealer is not None:
@@ -116,13 +116,17 @@ class Puts:
                 start, end = end, end + block.value_bytes
                 value = memory[start:end]
                 fill(value, namespace, block.block.key, block.payload, now, block.data_key)
-                items.append((block.address, value.data))
-            return self.publish(namespace, [_entry(block, now) for block in blocks], items)
+                values.append(value.data)
+            return self.publish(namespace, need, partial(_entries, blocks, now), values)
 
-    def publish(self, namespace: Namespace, entries: Sequence[Entry], items: Sequence[Item]) -> list[PutOutcome]:
-        """Store values, and what the catalogue is to know of each, with room made before; one outcome each."""
-        won = self.patiently(partial(self._store_in_room, namespace, entries, items))
-        return [PutOutcome.FULL] * len(entries) if won is None else won
+    def publish(
+        self, namespace: Namespace, need: int, numbered: Numbered, values: Sequence[Buffer]
+    ) -> list[PutOutcome]:
+        """Store values that occupy `need` bytes, and what the catalogue is to know of each, with room made before; one
+        outcome each.
+        """
+        won = self.patiently(partial(self._store_in_room, namespace, need, numbered, values))
+        return [PutOutcome.FULL] * len(values) if won is None else won
 
     def _can_fit(self, need: int, totals: Totals) -> bool:
         """Whether `need` bytes find room, if need be after an eviction."""
@@ -148,28 +152,37 @@ class Puts:
         return None
 
     def _store_in_room(
-        self, namespace: Namespace, entries: Sequence[Entry], items: Sequence[Item], attempt: int
+        self, namespace: Namespace, need: int, numbered: Numbered, values: Sequence[Buffer], attempt: int
     ) -> list[PutOutcome] | None:
         space = self._tier.current_space()
-        need = sum(entry.size for entry in entries)
         room = need + space.slack(need, attempt)
         while evict(self._tier.catalog, space, room=room, most=max(need, space.chunk)):
             pass
-        return self._store(namespace, entries, items)
+        return self._store(namespace, need, numbered, values)
 
-    def _store(self, namespace: Namespace, entries: Sequence[Entry], items: Sequence[Item]) -> list[PutOutcome] | None:
+    def _store(
+        self, namespace: Namespace, need: int, numbered: Numbered, values: Sequence[Buffer]
+    ) -> list[PutOutcome] | None:
         """The transaction of a put: what became of the blocks, or None if another process has taken the room."""
         with self._tier.catalog.write() as change:
             room = change.totals().room
-            if room is not None and room < sum(entry.size for entry in entries):
+            if room is not None and room < need:
                 return None
             change.add_namespace(namespace)
+            entries = numbered(change.generations(len(values)))
             won = change.publish(entries)
-            change.txn.cursor(self._blocks).putmulti([item for item, new in zip(items, won, strict=True) if new])
+            found = zip(entries, values, won, strict=True)
+            self._append(change, [(place_of(entry.generation), value) for entry, value, new in found if new])
             buried = set[bytes]() if all(won) else change.tombs.buried([entry.address for entry in entries])
             change.set_overhead(self._tier.space.overhead(tree_bytes(self._tier.catalog, change.txn)))
         lost = (PutOutcome.REFUSED if entry.address in buried else PutOutcome.EXISTS for entry in entries)
         return [PutOutcome.STORED if new else outcome for new, outcome in zip(won, lost, strict=True)]
+
+    def _append(self, change: Change, items: Sequence[tuple[bytes, Buffer]]) -> None:
+        """Put values behind all others, which fills LMDB's pages."""
+        _, added = change.txn.cursor(self._blocks).putmulti(items, append=True)
+        if added < len(items):  # something stands behind them that no put has put there
+            change.txn.cursor(self._blocks).putmulti(items)
 
     def ripen(self) -> None:
         """Two small commits, after which LMDB uses pages again that were freed before them."""
@@ -194,13 +207,17 @@ class Puts:
             self._spare.append(memory)
 
 
-def _entry(staged: Staged, now: int) -> Entry:
+def _entries(blocks: Sequence[Staged], now: int, first: int) -> list[Entry]:
+    return [_entry(block, now, number) for number, block in enumerate(blocks, first)]
+
+
+def _entry(staged: Staged, now: int, generation: int) -> Entry:
     """What the catalogue is to know. A prefix that came at once is to go from its end, for it is of use up to its first
     gap; blocks whose place is not known go in the order in which they came.
     """
     block = staged.block
     when = now + staged.place if block.position == NO_POSITION else now - block.position
-    return Entry(staged.address, staged.size, when, when, position=block.position, parent=block.parent)
+    return Entry(staged.address, staged.size, when, when, generation, position=block.position, parent=block.parent)
 
 
 def chunks(blocks: list[Staged], most: int) -> Iterator[list[Staged]]:

@@ -6,16 +6,18 @@ the tier's back.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvstore.catalog import Entry
+from kvstore.records import generation_of
 from kvstore.repairing import Repaired
-from kvstore_lmdb.entry import HEADER_BYTES, created_at, stored_bytes
+from kvstore_lmdb.entry import HEADER_BYTES, identified, place_of, stored_bytes
 from kvstore_lmdb.opening import BLOCKS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     import lmdb
 
@@ -29,56 +31,96 @@ _AT_ONCE = 1000
 
 def repair(tier: Tier) -> list[Repaired]:
     """Take out entries without bytes, book bytes without an entry, remove bytes that are no block; what that was."""
-    lost = added = removed = 0
-    after = b""
-    while batch := _page(tier, "meta", after):
-        after = batch[-1]
-        with tier.catalog.read() as snapshot:
-            gone = [name for name in batch if snapshot.txn.get(name, db=tier.environment.databases[BLOCKS]) is None]
-        if gone:
-            with tier.catalog.write() as change:
-                lost += len(change.discard(name for name in gone if _value(tier, change.txn, name) is None))
-    after = b""
-    while batch := _page(tier, BLOCKS, after):
-        after = batch[-1]
-        with tier.catalog.read() as snapshot:
-            known = snapshot.contains(batch)
-        for name in (name for name, booked in zip(batch, known, strict=True) if not booked):
-            was_added = _book(tier, name)
-            added, removed = added + (was_added is True), removed + (was_added is False)
-    done = (
+    lost = sum(_take_out_lost(tier, addresses) for addresses in _pages(tier, "meta", _without_value))
+    nameless: set[bytes] = set()
+    done: list[bool | None] = []
+    for places in _pages(tier, BLOCKS, partial(_not_booked, nameless)):
+        done += [_book(tier, place) for place in places]
+    done += [_book(tier, place) for place in _of_no_entry(tier, nameless)]
+    repaired = (
         Repaired("blocks whose bytes were gone taken out of the catalogue", lost),
-        Repaired("blocks that the catalogue did not know added to it", added),
-        Repaired("entries removed that were no blocks", removed),
+        Repaired("blocks that the catalogue did not know added to it", done.count(True)),
+        Repaired("entries removed that were no blocks", done.count(False)),
     )
-    return [one for one in done if one.count]
+    return [one for one in repaired if one.count]
 
 
-def _page(tier: Tier, name: str, after: bytes) -> list[bytes]:
-    """The next names of a database."""
-    with tier.environment.read() as txn:
-        return list(islice(_names(txn, tier.environment.databases[name], after), _AT_ONCE))
+def _pages(
+    tier: Tier, name: str, find: Callable[[Tier, lmdb.Transaction[memoryview], bytes, memoryview], bytes | None]
+) -> Iterator[list[bytes]]:
+    """What `find` gives for the items of a database, some of them in a read transaction."""
+    after = b""
+    while True:
+        with tier.environment.read() as txn:
+            batch = list(islice(_items(txn, tier.environment.databases[name], after), _AT_ONCE))
+            found = [one for key, value in batch if (one := find(tier, txn, key, value)) is not None]
+        if not batch:
+            return
+        yield found
+        after = batch[-1][0]
 
 
-def _names(txn: lmdb.Transaction[memoryview], database: object, after: bytes) -> Iterator[bytes]:
+def _items(txn: lmdb.Transaction[memoryview], database: object, after: bytes) -> Iterator[tuple[bytes, memoryview]]:
     cursor = txn.cursor(database)  # type: ignore[arg-type]
-    for key in cursor.iternext(values=False) if cursor.set_range(after or b"\0") else ():
+    for key, value in cursor.iternext() if cursor.set_range(after or b"\0") else ():
         if bytes(key) != after:
-            yield bytes(key)
+            yield bytes(key), value
 
 
-def _value(tier: Tier, txn: lmdb.Transaction[memoryview], name: bytes) -> memoryview | None:
-    return txn.get(name, db=tier.environment.databases[BLOCKS])
+def _without_value(tier: Tier, txn: lmdb.Transaction[memoryview], address: bytes, entry: memoryview) -> bytes | None:
+    """The address of an entry that leads to nothing."""
+    value = txn.get(place_of(generation_of(entry)), db=tier.environment.databases[BLOCKS])
+    return address if value is None else None
 
 
-def _book(tier: Tier, name: bytes) -> bool | None:
-    """Enter a block that the catalogue does not know, or remove what is none; None where others did so meanwhile."""
+def _not_booked(
+    nameless: set[bytes], tier: Tier, txn: lmdb.Transaction[memoryview], place: bytes, value: memoryview
+) -> bytes | None:
+    """The place of a value to which its block's entry does not lead. One that does not say whose it is: `nameless`."""
+    whose = identified(value)
+    if whose is None:
+        nameless.add(place)
+        return None
+    return None if _leads_to(tier, txn, whose[0], place) else place
+
+
+def _leads_to(tier: Tier, txn: lmdb.Transaction[memoryview], address: bytes, place: bytes) -> bool:
+    entry = txn.get(address, db=tier.environment.databases["meta"])
+    return entry is not None and place_of(generation_of(entry)) == place
+
+
+def _take_out_lost(tier: Tier, addresses: Sequence[bytes]) -> int:
+    if not addresses:
+        return 0
     with tier.catalog.write() as change:
-        value = _value(tier, change.txn, name)
-        if value is None or change.contains([name])[0]:
+        return len(change.discard(address for address in addresses if tier.value(change.txn, address)[1] is None))
+
+
+def _of_no_entry(tier: Tier, places: set[bytes]) -> list[bytes]:
+    """Those of the places to which no entry leads. Reads every entry, if there are any places."""
+    if not places:
+        return []
+    for booked in _pages(tier, "meta", lambda _tier, _txn, _address, entry: place_of(generation_of(entry))):
+        places.difference_update(booked)
+    return sorted(places)
+
+
+def _book(tier: Tier, place: bytes) -> bool | None:
+    """Enter a block that the catalogue does not know, under a number of its own, or remove what is none; None where
+    others did so meanwhile.
+    """
+    blocks = tier.environment.databases[BLOCKS]
+    with tier.catalog.write() as change:
+        found = change.txn.get(place, db=blocks)
+        if found is None:
             return None
-        created = created_at(value, name)
-        if created is None or change.tombs.buried([name]):
-            change.txn.delete(name, db=tier.environment.databases[BLOCKS])
+        value, whose = bytes(found), identified(found)
+        if whose is not None and _leads_to(tier, change.txn, whose[0], place):
+            return None
+        change.txn.delete(place, db=blocks)
+        if whose is None or change.contains([whose[0]])[0] or change.tombs.buried([whose[0]]):
             return False
-        return change.publish([Entry(name, stored_bytes(len(value) - HEADER_BYTES), created, created)])[0]
+        address, created = whose
+        entry = Entry(address, stored_bytes(len(value) - HEADER_BYTES), created, created, change.generations(1))
+        change.txn.put(place_of(entry.generation), value, db=blocks)
+        return change.publish([entry])[0]

@@ -14,6 +14,7 @@ import shutil
 import struct
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, islice
 from typing import TYPE_CHECKING
 
@@ -31,13 +32,13 @@ from kvstore.sealing import ENCRYPTION
 from kvstore.tombs import tombs_in
 from kvstore.types import BlockWrite
 from kvstore.url import CAPACITY, MODE, TierURL, local_path
-from kvstore_lmdb.entry import HEADER_BYTES, created_at, is_intact, stored_bytes
+from kvstore_lmdb.entry import HEADER_BYTES, identified, is_intact, place_of, stored_bytes
 from kvstore_lmdb.opening import BLOCKS, open_tier
 from kvstore_lmdb.put import Puts
 from kvstore_lmdb.space import SMALLEST_CAPACITY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from kvstore.lmdb_files import Entries
@@ -88,8 +89,8 @@ def _save(directory: Path, beside: Path, mode: int, *, booked: bool) -> int:
                 change.tombs.bury_again(found.tombs)
             for space, batch in groupby(found.blocks(booked=booked), lambda block: block[0]):
                 while some := list(islice(batch, _AT_ONCE)):
-                    items = [(entry.address, value) for _, entry, value in some]
-                    puts.publish(space, [entry for _, entry, _ in some], items)
+                    entries, values = [entry for _, entry, _ in some], [value for _, _, value in some]
+                    puts.publish(space, sum(entry.size for entry in entries), partial(_numbered, entries), values)
             tier.environment.sync()
             with tier.catalog.read() as snapshot:
                 return snapshot.totals().blocks
@@ -100,8 +101,8 @@ def _save(directory: Path, beside: Path, mode: int, *, booked: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What the damaged tier still says: namespaces by fingerprint, entries of its catalogue and bytes by address, which
-    addresses have a tombstone, and until when (ns since the epoch).
+    """What the damaged tier still says: namespaces by fingerprint, entries of its catalogue by address, bytes by place,
+    which addresses have a tombstone, and until when (ns since the epoch).
     """
 
     spaces: dict[bytes, Namespace]
@@ -129,20 +130,29 @@ class _Found:
         those that the catalogue knows; of others it is known when they were stored.
         """
         unknown = Entry(b"", 0, 0, 0)
-        for address in sorted(self.values, key=lambda address: self.entries.get(address, unknown).last_used):
-            entry = self.entries.get(address)
-            space = self.spaces.get(address[:FINGERPRINT_BYTES])
-            if self.is_sealed or space is None or address in self.tombs or (entry is None and booked):
+        leading = {place_of(entry.generation): entry for entry in self.entries.values()}
+        for place in sorted(self.values, key=lambda place: leading.get(place, unknown).last_used):
+            entry = leading.get(place)
+            if self.is_sealed or (entry is None and booked):
                 continue
             with suppress(PageError, OSError, InvalidBlockError, struct.error):
-                value = self.values[address]()
+                value = self.values[place]()
                 payload = np.frombuffer(value, np.uint8)[HEADER_BYTES:]
-                created = created_at(memoryview(value), address)
-                if created is None or not is_intact(value[:HEADER_BYTES], payload, address):
+                address, created = identified(value) or (b"", 0)
+                space = self.spaces.get(address[:FINGERPRINT_BYTES])
+                if space is None or address in self.tombs or not is_intact(value[:HEADER_BYTES], payload, address):
+                    continue
+                if entry is None and address in self.entries:  # which leads elsewhere
+                    continue
+                if entry is not None and entry.address != address:
                     continue
                 entry = replace(entry or Entry(address, 0, created, created), size=stored_bytes(payload.nbytes))
                 space.check_write(BlockWrite(entry.key, payload.data))
                 yield space, entry, value
+
+
+def _numbered(entries: Sequence[Entry], first: int) -> list[Entry]:
+    return [replace(entry, generation=number) for number, entry in enumerate(entries, first)]
 
 
 def _namespace(fingerprint: bytes, load: Callable[[], bytes]) -> Namespace | None:

@@ -33,8 +33,8 @@ Place = tuple["Namespace", "BlockKey"]
 def read(tier: Tier, place: Place) -> bytes:
     """The block's file, or its entry in `blocks`."""
     if tier.url.startswith("lmdb"):
-        with _entries(tier) as (txn, table):
-            return bytes(txn.get(address(place), db=table))
+        with _entries(tier, place) as (txn, table, number):
+            return bytes(txn.get(number, db=table))
     if tier.url.startswith("sqlite"):
         with _rows(tier) as rows:
             value: bytes = rows.execute("SELECT value FROM kv WHERE name = ?", (name_of(*place),)).fetchone()[0]
@@ -45,8 +45,8 @@ def read(tier: Tier, place: Place) -> bytes:
 def put(tier: Tier, place: Place, data: bytes) -> None:
     """Replace or make it, whatever `data` is."""
     if tier.url.startswith("lmdb"):
-        with _entries(tier) as (txn, table):
-            txn.put(address(place), data, db=table)
+        with _entries(tier, place) as (txn, table, number):
+            txn.put(number, data, db=table)
         return
     if tier.url.startswith("sqlite"):
         with _rows(tier) as rows:
@@ -60,8 +60,8 @@ def put(tier: Tier, place: Place, data: bytes) -> None:
 def remove(tier: Tier, place: Place) -> None:
     """Take it away."""
     if tier.url.startswith("lmdb"):
-        with _entries(tier) as (txn, table):
-            assert txn.delete(address(place), db=table)
+        with _entries(tier, place) as (txn, table, number):
+            assert txn.delete(number, db=table)
         return
     if tier.url.startswith("sqlite"):
         with _rows(tier) as rows:
@@ -92,9 +92,15 @@ def file_of(tier: Tier, place: Place) -> Path:
 
 
 def address(place: Place) -> bytes:
-    """The key of a block in LMDB: fingerprint, group, digest."""
+    """The key of a block in the catalogue: fingerprint, group, digest."""
     space, key = place
     return space.fingerprint + struct.pack(">H", key.group) + key.digest
+
+
+def _number(txn: lmdb.Transaction, environment: lmdb.Environment, place: Place) -> bytes:
+    """The key of its bytes: what its entry has as generation; of a block without one, a number that nobody has."""
+    entry = txn.get(address(place), db=environment.open_db(b"meta", txn))
+    return struct.pack(">Q", 1 << 40) if entry is None else bytes(entry[23:15:-1])
 
 
 def _environment(directory: Path) -> AbstractContextManager[lmdb.Environment]:
@@ -102,10 +108,11 @@ def _environment(directory: Path) -> AbstractContextManager[lmdb.Environment]:
 
 
 @contextlib.contextmanager
-def _entries(tier: Tier) -> Iterator[tuple[lmdb.Transaction, object]]:
+def _entries(tier: Tier, place: Place) -> Iterator[tuple[lmdb.Transaction, object, bytes]]:
+    """The blocks' bytes, and where those of a block stand."""
     assert tier.path is not None
     with _environment(tier.path) as environment, environment.begin(write=True) as txn:
-        yield txn, environment.open_db(b"blocks", txn)
+        yield txn, environment.open_db(b"blocks", txn), _number(txn, environment, place)
 
 
 @contextlib.contextmanager

@@ -291,12 +291,18 @@ def check_lmdb_tier(root: Path, settled: bool, keys: Keys | None = None) -> Verd
     books, findings = _books(tables), Findings(keys)
     wrong = books.wrong + _seal_problems(books, keys)
     spaces = {fingerprint: json.loads(manifest) for fingerprint, manifest in tables[b"namespaces"].items()}
-    for place, value in tables[b"blocks"].items():
+    occupied: dict[bytes, int] = {}
+    of = {struct.pack(">Q", generation): place for place, generation in books.generations.items()}
+    for number, value in tables[b"blocks"].items():
+        place = of.get(number)
+        if place is None:
+            wrong.append(f"no entry leads to the value {number.hex()}")
+            continue
         layout = spaces[place[:16]]["layouts"][struct.unpack(">H", place[16:18])[0]]
         problems = _entry_problems(place, value, _layout_bytes(layout), findings)
         if problems:
             wrong.append(f"{place.hex()}: {', '.join(problems)}")
-    occupied = {place: -(-(16 + len(value)) // PAGE) * PAGE for place, value in tables[b"blocks"].items()}
+        occupied[place] = -(-(16 + len(value)) // PAGE) * PAGE
     return Verdict(len(occupied), sum(occupied.values()), wrong + _unsettled(books, occupied), findings.noise)
 
 

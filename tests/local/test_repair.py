@@ -61,6 +61,12 @@ def change_entries(root: Path, database: bytes, change: Callable[[lmdb.Transacti
             change(txn)
 
 
+def entry_of(txn: lmdb.Transaction, number: int) -> tuple[bytes, bytearray]:
+    """Where the bytes of a block stand in `blocks`, and these."""
+    digest = key(number).digest
+    return next((bytes(place), bytearray(value)) for place, value in txn.cursor() if digest in value[:128])
+
+
 def damage_block(url: str, root: Path, number: int) -> None:
     if url.startswith("file"):
         with file_of(root, number).open("r+b") as file:
@@ -71,10 +77,9 @@ def damage_block(url: str, root: Path, number: int) -> None:
         return
 
     def flip(txn: lmdb.Transaction) -> None:
-        name = address_of(SPACE, key(number))
-        value = bytearray(txn.get(name) or b"")
+        place, value = entry_of(txn, number)
         value[5000] ^= 4
-        txn.put(name, bytes(value))
+        txn.put(place, bytes(value))
 
     change_entries(root, b"blocks", flip)
 
@@ -202,8 +207,8 @@ def test_entries_and_books_of_an_lmdb_tier_are_brought_together(
     url = f"lmdb://{root}"
     with open_store(url) as store:
         store.put_many(SPACE, writes(NUMBERS))
-    change_entries(root, b"blocks", lambda txn: txn.delete(address_of(SPACE, key(3))))
-    change_entries(root, b"blocks", lambda txn: txn.put(address_of(SPACE, key(200)), b"no block"))
+    change_entries(root, b"blocks", lambda txn: txn.delete(entry_of(txn, 3)[0]))
+    change_entries(root, b"blocks", lambda txn: txn.put(b"\1" * 8, b"no block"))
     for name in (b"meta", b"age"):
         change_entries(root, name, partial(_delete_with, address_of(SPACE, key(8))))
     answer = told(url, "--repair")
