@@ -21,7 +21,6 @@ from kvstore.change import SETTLED_ALONG, Change
 from kvstore.environment import Environment
 from kvstore.errors import (
     CapacityMismatchError,
-    NewerFormatError,
     NotAStoreError,
     StoreFullError,
     StoreNotFoundError,
@@ -29,7 +28,6 @@ from kvstore.errors import (
 from kvstore.marking import marked
 from kvstore.marks import PINNABLE
 from kvstore.records import (
-    FORMAT_VERSION,
     NO_CAPACITY,
     Entry,
     Intent,
@@ -41,6 +39,7 @@ from kvstore.records import (
 from kvstore.retention import Retention, now_ns
 from kvstore.snapshot import Snapshot
 from kvstore.turns import IN_PASSING_S, PATIENCE_S
+from kvstore.versions import FORMAT_VERSION, check_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DATABASES",
-    "FORMAT_VERSION",
     "NO_CAPACITY",
     "Catalog",
     "Change",
@@ -97,9 +95,9 @@ class Catalog:
         """Check the format, agree on the cap; the cap in force. Call it once, in `Presence.opening`.
 
         Whoever is alone may change the cap (and must then evict down to it); everybody else brings the same or none
-        at all: `capacity=None` accepts what is there. Raises `NewerFormatError`, `CapacityMismatchError`, and
-        `StoreFullError` for a cap that leaves too little beside what is pinned. On a read-only environment nothing is
-        written.
+        at all: `capacity=None` accepts what is there. Raises `NewerFormatError`, `OlderFormatError`,
+        `CapacityMismatchError`, and `StoreFullError` for a cap that leaves too little beside what is pinned. On a
+        read-only environment nothing is written.
         """
         if self.environment.readonly:
             with self.environment.read() as txn:
@@ -202,8 +200,8 @@ def _in_parts(addresses: Sequence[bytes], act: Callable[[Sequence[bytes]], list[
 def stored_capacity(directory: Path) -> int | None:
     """The cap of the tier whose catalogue is in `directory`: bytes, `NO_CAPACITY`, or None where there is no catalogue.
 
-    Changes nothing, so it comes before a writable opening, under the gate. Raises `NewerFormatError`, and
-    `NotAStoreError` if the environment there is something else's.
+    Changes nothing, so it comes before a writable opening, under the gate. Raises `NewerFormatError`,
+    `OlderFormatError`, and `NotAStoreError` if the environment there is something else's.
     """
     try:
         environment = Environment.open(directory, DATABASES, readonly=True)
@@ -232,12 +230,8 @@ def _agreed(
     version, totals = txn.get(b"format", db=info), txn.get(b"totals", db=info)
     if version is None or totals is None:
         return True, Totals(capacity, 0, 0, 0, 0)
-    found = int.from_bytes(version, "little")
-    if found > FORMAT_VERSION:
-        raise NewerFormatError(
-            f"{environment.directory} has format version {found}; this kvstore knows versions up to {FORMAT_VERSION}:"
-            " upgrade kvstore-tiers, or use another directory"
-        )
+    remedy = "remove this directory, or move it away; it is a cache, and is filled anew"
+    check_version(int.from_bytes(version, "little"), str(environment.directory), remedy)
     current = Totals.unpacked(totals)
     if capacity is None or capacity == current.capacity:
         return False, current

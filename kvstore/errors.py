@@ -13,6 +13,7 @@
     │   ├── StoreNotFoundError               nothing is there, and it was opened read-only
     │   ├── NotAStoreError                   something else is there
     │   ├── NewerFormatError                 written by a later kvstore
+    │   ├── OlderFormatError                 written before format version 1, the first that later ones read
     │   ├── CapacityMismatchError            the tier already has another cap
     │   ├── StoreAccessError                 permissions, a read-only or an unsuitable file system
     │   ├── StoreFullError                   no space is left to open the tier in
@@ -45,6 +46,7 @@ __all__ = [
     "NewerFormatError",
     "NotAStoreError",
     "NotStoredError",
+    "OlderFormatError",
     "ShutdownTimeout",
     "StoreAccessError",
     "StoreClosedError",
@@ -101,6 +103,10 @@ class NotAStoreError(StoreOpenError):
 
 class NewerFormatError(StoreOpenError):
     """The location was written in a format that this version of kvstore does not know."""
+
+
+class OlderFormatError(StoreOpenError):
+    """The location was written in a format from before version 1, which is not read any more: remove it."""
 
 
 class CapacityMismatchError(StoreOpenError):

@@ -35,6 +35,7 @@ from kvstore.tombs import refused_until
 from kvstore.types import GetOutcome, Leftover, PutOutcome, Residue, Usage
 from kvstore.url import READONLY
 from kvstore.values import (
+    FORMAT,
     HEAD_BYTES,
     MANIFEST,
     PURGED,
@@ -46,6 +47,7 @@ from kvstore.values import (
     stored_bytes,
     value_of,
 )
+from kvstore.versions import FORMAT_VERSION, check_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -101,6 +103,7 @@ class KeyValueStore(KeyValueHooks, BlockStore):
         except self._failures as error:
             raise _opening_error(error)(f"{url} cannot be opened: {error}") from error
         try:
+            self._agree_on_format()
             self._sealer = self._open_sealer()
         except BaseException as error:
             self.close()
@@ -306,6 +309,20 @@ class KeyValueStore(KeyValueHooks, BlockStore):
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError):
             return None
         return found if name == MANIFEST + found.name else None
+
+    def _agree_on_format(self) -> None:
+        """That the values are of our version is said by one of its own, which is looked at before any other."""
+        said = if_there(self.read_value, FORMAT)
+        if said is None:
+            if not self.readonly:
+                self.write_value(FORMAT, str(FORMAT_VERSION).encode())
+            return
+        found = said.decode("ascii", errors="replace")
+        check_version(
+            int(found) if found.isdecimal() else found,
+            f"{self.url}: {FORMAT!r} says that it",
+            "remove all its values, or name another place; it is a cache, and is filled anew",
+        )
 
     def _open_sealer(self) -> Sealer | None:
         """What seals the blocks. That they are sealed is said by a value of its own, which the first opening stores."""

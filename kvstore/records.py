@@ -1,4 +1,4 @@
-"""The catalogue's records, as values and as bytes. Format version 0.
+"""The catalogue's records, as values and as bytes. Format version 1.
 
 **Address**: namespace fingerprint (16 bytes), KV-cache group (u16, big-endian), digest (16 to 64 bytes).
 
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from kvstore.namespace import Namespace
 
 __all__ = [
-    "FORMAT_VERSION",
     "NO_CAPACITY",
     "Entry",
     "Intent",
@@ -50,8 +49,6 @@ __all__ = [
     "mark_prefix",
     "times_of",
 ]
-
-FORMAT_VERSION = 0
 
 NO_CAPACITY = 0
 """How `info` says that the tier has no cap."""
@@ -104,7 +101,7 @@ class Entry:
     position: int = NO_POSITION
     parent: bytes = NO_PARENT
     flags: int = 0
-    """None defined in version 0; kept as found."""
+    """None defined in version 1; kept as found."""
     marks: tuple[Mark, ...] = ()
 
     @property

@@ -4,16 +4,17 @@ Names are ASCII, of `0-9 a-z -`, at most 167 letters, so that they are file name
 
     manifest-<fingerprint>                    a namespace's manifest, JSON
     <fingerprint>-<group>-<digest>            one block: head | payload           (fingerprint and digest in hex)
+    format                                    the version, in decimal
 
-    head, 128 bytes, little-endian:   magic "kvvalue0", created u64 (ns since the epoch), position i64,
-                                      length of the parent u16, parent (64 bytes, zeros behind),
-                                      flags u16 (1: sealed), id of the data key (16 bytes), 12 zeros,
+    head, 128 bytes, little-endian:   magic (`kvvalue` and a zero byte), version u16, flags u16 (1: sealed),
+                                      length of the parent u16, 2 zeros, created u64 (ns since the epoch), position i64,
+                                      parent (64 bytes, zeros behind), id of the data key (16 bytes), 8 zeros,
                                       crc32c(payload) u32, crc32c(address | all of the head before it) u32
     address, which is not stored:     fingerprint (16 bytes), group u16 big-endian, digest
 
 The payload of an encrypted store is the sealed block (`kvstore.sealing.seal`).
 The last checksum binds a block to its key and its namespace: a value that was copied or renamed is damage.
-A later format will have other names, so that neither version takes the other's values for damage.
+A block of a later version is a miss and left alone; what no reader of this one can make anything of has other names.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from kvstore.records import address_of
 from kvstore.retention import now_ns
 from kvstore.sealing import SEAL_BYTES, Unsealed, seal_into, unseal_into
 from kvstore.types import NO_PARENT, NO_POSITION, BlockInfo, BlockKey
+from kvstore.versions import FORMAT_VERSION, MUST_KNOW, is_foreign
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from kvstore.types import BlockWrite
 
 __all__ = [
+    "FORMAT",
     "HEAD_BYTES",
     "MANIFEST",
     "PURGED",
@@ -57,9 +60,12 @@ PURGED = "purged-"
 SEALED = "sealed"
 """The name of a value that is there where blocks are sealed: the id of the keyring, in hex."""
 
-_HEAD = struct.Struct("<8sQqH64sH16s12xI")
+FORMAT = "format"
+"""The name of a value that says which version the others are of. A device that evicts may take it."""
+
+_HEAD = struct.Struct("<8sHHH2xQq64s16s8xI")
 _SEAL = struct.Struct("<I")
-_MAGIC = b"kvvalue0"
+_MAGIC = b"kvvalue\0"
 _IS_SEALED = 1
 
 HEAD_BYTES = _HEAD.size + _SEAL.size
@@ -79,19 +85,21 @@ class Facts(NamedTuple):
         """The head of that block."""
         length, parent = len(self.parent), self.parent
         flags = _IS_SEALED if self.key_id else 0
-        head = _HEAD.pack(_MAGIC, self.created, self.position, length, parent, flags, self.key_id, self.payload_crc)
+        head = _HEAD.pack(
+            *(_MAGIC, FORMAT_VERSION, flags, length, self.created, self.position, parent, self.key_id, self.payload_crc)
+        )
         return head + _seal(namespace, key, head)
 
     @classmethod
     def unpacked(cls, namespace: Namespace, key: BlockKey, head: bytes) -> Facts | None:
         """The facts that `packed` made `head` of, for the same block; None for anything else."""
-        body, seal = head[: _HEAD.size], head[_HEAD.size :]
-        if seal != _seal(namespace, key, body):
+        if not _is_whole(namespace, key, head):
             return None
-        magic, created, position, length, parent, flags, key_id, payload_crc = _HEAD.unpack(body)
-        if magic != _MAGIC:
+        _, version, flags, length, created, position, parent, key_id, payload_crc = _HEAD.unpack(head[: _HEAD.size])
+        if version != FORMAT_VERSION or is_foreign(version, flags, _IS_SEALED):
             return None
-        return cls(created, position, parent[:length], payload_crc, key_id if flags == _IS_SEALED else b"")
+        is_sealed = flags & MUST_KNOW == _IS_SEALED
+        return cls(created, position, parent[:length], payload_crc, key_id if is_sealed else b"")
 
     @classmethod
     def unknown(cls) -> Facts:
@@ -118,6 +126,8 @@ class Reading:
     def opened(self, count: int) -> Unsealed:
         """Whether the `count` bytes that came are the whole block; if they are, it is in the caller's buffer."""
         facts = Facts.unpacked(self.namespace, self.key, bytes(self.head))
+        if facts is None and _is_left_alone(self.namespace, self.key, bytes(self.head)):
+            return Unsealed.UNKNOWN
         if (
             count != HEAD_BYTES + self._payload.nbytes
             or facts is None
@@ -135,6 +145,17 @@ class Reading:
     def facts(self) -> Facts:
         """What the head says of a block that is intact."""
         return Facts.unpacked(self.namespace, self.key, bytes(self.head)) or Facts.unknown()
+
+
+def _is_whole(namespace: Namespace, key: BlockKey, head: bytes) -> bool:
+    """Whether it is the head of that block, of whatever version."""
+    return head.startswith(_MAGIC) and head[_HEAD.size :] == _seal(namespace, key, head[: _HEAD.size])
+
+
+def _is_left_alone(namespace: Namespace, key: BlockKey, head: bytes) -> bool:
+    """Whether a later kvstore wrote it, which reads it."""
+    _, version, flags, *_ = _HEAD.unpack(head[: _HEAD.size].ljust(_HEAD.size, b"\0"))
+    return _is_whole(namespace, key, head) and is_foreign(version, flags, _IS_SEALED)
 
 
 def _seal(namespace: Namespace, key: BlockKey, head: bytes) -> bytes:

@@ -379,9 +379,9 @@ def test_a_tier_without_a_cap_says_so(tmp_path: Path) -> None:
 
 def test_a_newer_format_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with catalog_at(tmp_path) as catalog, catalog.environment.write() as txn:
-        txn.put(b"format", struct.pack("<I", 1), db=catalog.environment.databases["info"])
+        txn.put(b"format", struct.pack("<I", 2), db=catalog.environment.databases["info"])
     before = (tmp_path / "data.mdb").read_bytes()
-    with pytest.raises(NewerFormatError, match=r"version 1.*upgrade"):
+    with pytest.raises(NewerFormatError, match=r"format 2.*upgrade"):
         stored_capacity(tmp_path)
     with pytest.raises(NewerFormatError), catalog_at(tmp_path):
         pass
@@ -409,7 +409,7 @@ def raw_tables(directory: Path) -> dict[str, dict[bytes, bytes]]:
     return tables
 
 
-def test_the_bytes_are_those_of_format_0(tmp_path: Path, stranger: Executor) -> None:
+def test_the_bytes_are_those_of_format_1(tmp_path: Path, stranger: Executor) -> None:
     """Written out by hand: whoever changes a byte has to change the version."""
     parent = bytes(range(32))
     with catalog_at(tmp_path, 77_000) as catalog, catalog.write() as change:
@@ -426,7 +426,7 @@ def test_the_bytes_are_those_of_format_0(tmp_path: Path, stranger: Executor) -> 
     assert tables["age"] == {age + address: bytes.fromhex("0010010000000000 0200000000000000")}
     assert tables["intents"] == {LEASE + bytes(8): bytes.fromhex("2c01000000000000") + b"payload"}
     totals = struct.pack("<8Q", 77_000, 1, 69632, 300, 11, 5, 1, 0)
-    assert tables["info"] == {b"format": bytes(4), b"totals": totals}
+    assert tables["info"] == {b"format": b"\1\0\0\0", b"totals": totals}
     (manifest,) = tables["namespaces"].values()
     assert Namespace.from_manifest(json.loads(manifest)) == SPACE
     assert list(tables["namespaces"]) == [SPACE.fingerprint]

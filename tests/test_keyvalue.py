@@ -51,8 +51,10 @@ def test_a_block_is_one_value_as_the_page_of_the_format_has_it(store: DictStore)
     value = store.values[f"{space.name}-1-{key(1).digest.hex()}"]
     head, payload = value[:128], value[128:]
     assert payload == content(1, 3000).tobytes()
-    magic, created, position, length, parent, zeros, payload_crc, head_crc = struct.unpack("<8sQqH64s30sII", head)
-    assert (magic, position, parent[:length]) == (b"kvvalue0", 7, key(9).digest)
+    fields = struct.unpack("<8sHHHHQq64s24sII", head)
+    magic, version, flags, length, nothing, created, position, parent, zeros, payload_crc, head_crc = fields
+    assert (magic, version, flags, nothing) == (b"kvvalue\0", 1, 0, 0)
+    assert (position, parent[:length]) == (7, key(9).digest)
     assert not any(parent[length:] + zeros)
     assert before <= created <= time.time_ns()
     address = space.fingerprint + struct.pack(">H", 1) + key(1).digest
@@ -213,7 +215,7 @@ def test_a_manifest_may_be_long(store: DictStore) -> None:
 
 def test_a_put_of_nothing_makes_no_namespace(store: DictStore) -> None:
     assert store.put_many(SPACE, []) == []
-    assert store.values == {}
+    assert store.values == {"format": b"1"}
 
 
 def test_a_scan_lists_a_damaged_block_so_that_verify_finds_it(store: DictStore) -> None:
@@ -231,10 +233,10 @@ def test_a_block_that_goes_while_it_is_scanned_is_not_listed(store: DictStore) -
     assert [info.key for info in scan] == [key(2)]
 
 
-def test_a_block_of_an_unknown_format_is_no_hit(store: DictStore) -> None:
+def test_a_block_of_a_format_before_the_first_is_no_hit(store: DictStore) -> None:
     store.put_many(SPACE, [write(1)])
     head, payload = bytearray(store.values[ONE][:128]), store.values[ONE][128:]
-    head[:8] = b"kvvalue9"
+    head[:8] = b"kvvalue0"
     head[-4:] = crc32c(address_of(SPACE, key(1)) + bytes(head[:-4])).to_bytes(4, "little")
     store.values[ONE] = bytes(head) + payload
     assert get(store, [1]) == [CORRUPT]

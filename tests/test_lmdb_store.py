@@ -97,7 +97,7 @@ class TestFormat:
             assert store.usage().used == (17 + 74 + 513) * PAGE
             assert environment.pages() * PAGE <= (tmp_path / "data.mdb").stat().st_size
 
-    def test_the_bytes_are_those_of_format_0(self, tmp_path: Path, stranger: Executor) -> None:
+    def test_the_bytes_are_those_of_format_1(self, tmp_path: Path, stranger: Executor) -> None:
         """Written out by hand: whoever changes a byte has to change the version."""
         with opened(tmp_path) as store:
             before = time.time_ns()
@@ -107,10 +107,10 @@ class TestFormat:
         payload = content(7, 1).tobytes()
         (created,) = struct.unpack_from("<Q", value, 104)
         head = struct.pack(
-            "<8sHHHH16s64sQQI", b"kvblock\0", 0, 1, 32, 0, SPACE.fingerprint, key(7).digest, 300_000, created,
+            "<8sHHHH16s64sQQ8xI", b"kvblock\0", 1, 1, 32, 0, SPACE.fingerprint, key(7).digest, 300_000, created,
             google_crc32c.value(payload),
         )  # fmt: skip
-        assert value == head + struct.pack("<I", google_crc32c.value(head)) + bytes(8) + payload
+        assert value == head + struct.pack("<I", google_crc32c.value(head)) + payload
         assert before <= created <= after
 
 

@@ -203,7 +203,7 @@ class TestManifest:
         space, key, file = written(tmp_path / "tier", FLOATS["float16"])
         document = json.loads((tmp_path / "tier" / space.name / "zarr.json").read_text())
         facts = document["attributes"]["kvstore"]
-        assert facts["format"] == 0
+        assert facts["format"] == 1
         assert facts["digest_words"] == {"count": 5, "bytes": [7, 7, 7, 7, 3]}
         tree = read_namespace(tmp_path / "tier" / space.name)
         assert tree is not None
@@ -213,7 +213,7 @@ class TestManifest:
     def test_a_later_format_is_refused_whole(self, tmp_path: Path) -> None:
         space, _, _ = written(tmp_path / "tier", FLOATS["float16"])
         path = tmp_path / "tier" / space.name / "zarr.json"
-        path.write_text(path.read_text().replace('"format": 0', '"format": 7'))
+        path.write_text(path.read_text().replace('"format": 1', '"format": 7'))
         for readonly in (False, True):
             with pytest.raises(NewerFormatError, match=r"format 7.*upgrade"):
                 open_store(f"file://{tmp_path}/tier", readonly=readonly)

@@ -32,7 +32,16 @@ from kvstore.sealing import SEAL_BYTES, SEALING, Unsealed
 from kvstore.tombs import refused_until
 from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, Leftover, PutOutcome, Residue, Usage
 from kvstore.url import CAPACITY, DURABILITY, KEEP_FREE, MODE, READONLY, Option, TierURL, local_path
-from kvstore_lmdb.entry import Bytes, is_intact, key_id_in, place_of, read_into, stored_bytes, unseal_into
+from kvstore_lmdb.entry import (
+    Bytes,
+    is_intact,
+    is_left_alone,
+    key_id_in,
+    place_of,
+    read_into,
+    stored_bytes,
+    unseal_into,
+)
 from kvstore_lmdb.opening import BLOCKS, Tier, open_tier, take_out, tree_bytes
 from kvstore_lmdb.purge import finish_purge
 from kvstore_lmdb.put import Puts, Staged, chunks
@@ -385,6 +394,8 @@ class LMDBStore(BlockStore):
                 header = read_into(value, into)
         if not missing and is_intact(header, into, address):
             return GetOutcome.HIT
+        if not missing and self._is_left_alone(address):
+            return GetOutcome.MISS
         if booked:  # damaged, or its bytes went behind our back: the books follow
             self._remove_unless(address, lambda value: is_intact(read_into(value, into), into, address))
         return GetOutcome.MISS if missing else GetOutcome.CORRUPT
@@ -402,6 +413,11 @@ class LMDBStore(BlockStore):
             kept = (Unsealed.GOOD, Unsealed.UNKNOWN)
             self._remove_unless(address, lambda value: unseal_into(value, into, address, ring) in kept)
         return GetOutcome.CORRUPT if found is Unsealed.DAMAGED else GetOutcome.MISS
+
+    def _is_left_alone(self, address: bytes) -> bool:
+        with self._tier.environment.read() as txn:
+            _, value = self._tier.value(txn, address)
+            return value is not None and is_left_alone(value, address)
 
     def _remove_unless(self, address: bytes, is_sound: Callable[[memoryview], bool]) -> None:
         """Take out what stands under `address`, unless a sound block does by now."""

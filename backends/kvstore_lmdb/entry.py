@@ -1,4 +1,4 @@
-"""One block as one LMDB value: a header that binds the payload to its key, then the payload. Format version 0.
+"""One block as one LMDB value: a header that binds the payload to its key, then the payload.
 
 It stands in `blocks` under its generation (`place_of`), which its entry in the catalogue knows. Generations are given
 out in order, and blocks go about in the order in which they came: so a put and an eviction change a page or two of that
@@ -15,12 +15,14 @@ tree for many blocks. Under the blocks' addresses, which are random, they change
 | 32 | 64 | digest, zeros behind |
 | 96 | 8 | payload length |
 | 104 | 8 | created, ns since the epoch |
-| 112 | 4 | CRC-32C of the payload |
-| 116 | 4 | CRC-32C of bytes 0 to 116 |
-| 120 | 8 | zeros |
+| 112 | 8 | zeros |
+| 120 | 4 | CRC-32C of the payload |
+| 124 | 4 | CRC-32C of bytes 0 to 124 |
 | 128 | | payload |
 
-Integers are little-endian. LMDB keeps such a value in whole pages of its own: 16 bytes of LMDB's, then the value.
+Integers are little-endian. Any later version keeps all up to the digest, and the last checksum, where they are, so that
+this one can tell its blocks from damage (`is_left_alone`). LMDB keeps such a value in whole pages of its own: 16 bytes
+of LMDB's, then the value.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from kvstore.sealing import SEAL_BYTES, SealHeader, Unsealed, seal_into
 from kvstore.sealing import unseal_into as unseal
 from kvstore.sealing.seal import HEADER_BYTES as SEAL_HEADER_BYTES
 from kvstore.types import BlockKey
+from kvstore.versions import FORMAT_VERSION, MUST_KNOW, is_foreign
 
 if TYPE_CHECKING:
     from kvstore.namespace import Namespace
@@ -49,6 +52,7 @@ __all__ = [
     "fill",
     "identified",
     "is_intact",
+    "is_left_alone",
     "key_id_in",
     "place_of",
     "read_into",
@@ -60,9 +64,9 @@ Bytes = NDArray[np.uint8]
 
 HEADER_BYTES = 128
 
-_MAGIC, _VERSION, _LMDB_PAGE_HEADER = b"kvblock\0", 0, 16
+_MAGIC, _LMDB_PAGE_HEADER = b"kvblock\0", 16
 _SEALED = 1
-_FIELDS = struct.Struct("<8sHHHH16s64sQQI")
+_FIELDS = struct.Struct("<8sHHHH16s64sQQ8xI")
 _CRC = struct.Struct("<I")
 _PLACE = struct.Struct(">Q")
 
@@ -89,7 +93,7 @@ def fill(
         seal_into(value[HEADER_BYTES:], payload, data_key, namespace.fingerprint, key)
     head = _FIELDS.pack(
         _MAGIC,
-        _VERSION,
+        FORMAT_VERSION,
         key.group,
         len(key.digest),
         0 if data_key is None else _SEALED,
@@ -100,7 +104,7 @@ def fill(
         crc32c(value[HEADER_BYTES:]),
     )
     head += _CRC.pack(crc32c(head))
-    value[:HEADER_BYTES] = np.frombuffer(head.ljust(HEADER_BYTES, b"\0"), np.uint8)
+    value[:HEADER_BYTES] = np.frombuffer(head, np.uint8)
 
 
 def read_into(value: memoryview, into: Bytes) -> bytes:
@@ -123,7 +127,7 @@ def identified(value: memoryview | bytes) -> tuple[bytes, int] | None:
     if len(header) != HEADER_BYTES or crc32c(header[: _FIELDS.size]) != _CRC.unpack_from(header, _FIELDS.size)[0]:
         return None
     magic, version, group, length, _, fingerprint, digest, nbytes, created, _ = _FIELDS.unpack_from(header)
-    if (magic, version, nbytes) != (_MAGIC, _VERSION, len(value) - HEADER_BYTES):
+    if (magic, version, nbytes) != (_MAGIC, FORMAT_VERSION, len(value) - HEADER_BYTES):
         return None
     return fingerprint + group.to_bytes(2, "big") + digest[:length], created
 
@@ -136,15 +140,25 @@ def is_intact(header: bytes, payload: Bytes, address: bytes, *, sealed: bool = F
 
 
 def _header_is_intact(header: bytes, payload_bytes: int, address: bytes, sealed: bool) -> bool:
-    if len(header) != HEADER_BYTES or any(header[_FIELDS.size + _CRC.size :]):
+    if len(header) != HEADER_BYTES:
         return False
     magic, version, group, length, flags, fingerprint, digest, nbytes, _, _ = _FIELDS.unpack_from(header)
     (own,) = _CRC.unpack_from(header, _FIELDS.size)
     return (
-        (magic, version, nbytes, flags) == (_MAGIC, _VERSION, payload_bytes, _SEALED if sealed else 0)
+        (magic, version, nbytes, flags & MUST_KNOW) == (_MAGIC, FORMAT_VERSION, payload_bytes, _SEALED if sealed else 0)
         and crc32c(header[: _FIELDS.size]) == own
         and address == fingerprint + group.to_bytes(2, "big") + digest[:length]
     )
+
+
+def is_left_alone(value: memoryview, address: bytes | None = None) -> bool:
+    """Whether `value`, which is no block of ours, is one of a later kvstore, which reads it; of that address, if given."""
+    header = bytes(value[:HEADER_BYTES])
+    if len(header) != HEADER_BYTES or crc32c(header[: _FIELDS.size]) != _CRC.unpack_from(header, _FIELDS.size)[0]:
+        return False
+    magic, version, group, length, flags, fingerprint, digest, *_ = _FIELDS.unpack_from(header)
+    is_here = address is None or address == fingerprint + group.to_bytes(2, "big") + digest[:length]
+    return magic == _MAGIC and is_here and is_foreign(version, flags, _SEALED)
 
 
 def key_id_in(value: memoryview) -> bytes | None:
@@ -159,10 +173,10 @@ def unseal_into(value: memoryview, into: Bytes, address: bytes, ring: Ring) -> U
     It takes no longer than to copy it. The GIL is released meanwhile.
     """
     if len(value) != HEADER_BYTES + SEAL_BYTES + into.nbytes:
-        return Unsealed.DAMAGED
+        return Unsealed.UNKNOWN if is_left_alone(value, address) else Unsealed.DAMAGED
     header, sealed = bytes(value[:HEADER_BYTES]), np.frombuffer(value, np.uint8, offset=HEADER_BYTES)
     if not _header_is_intact(header, sealed.nbytes, address, sealed=True):
-        return Unsealed.DAMAGED
+        return Unsealed.UNKNOWN if is_left_alone(value, address) else Unsealed.DAMAGED
     fingerprint, group = address[:FINGERPRINT_BYTES], address[FINGERPRINT_BYTES : FINGERPRINT_BYTES + 2]
     key = BlockKey(address[FINGERPRINT_BYTES + 2 :], int.from_bytes(group, "big"))
     found = unseal(ring, sealed, into, fingerprint, key)

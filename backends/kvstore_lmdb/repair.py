@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvstore.catalog import Entry
 from kvstore.records import generation_of
 from kvstore.repairing import Repaired
-from kvstore_lmdb.entry import HEADER_BYTES, identified, place_of, stored_bytes
+from kvstore_lmdb.entry import HEADER_BYTES, identified, is_left_alone, place_of, stored_bytes
 from kvstore_lmdb.opening import BLOCKS
 
 if TYPE_CHECKING:
@@ -76,10 +76,13 @@ def _without_value(tier: Tier, txn: lmdb.Transaction[memoryview], address: bytes
 def _not_booked(
     nameless: set[bytes], tier: Tier, txn: lmdb.Transaction[memoryview], place: bytes, value: memoryview
 ) -> bytes | None:
-    """The place of a value to which its block's entry does not lead. One that does not say whose it is: `nameless`."""
+    """The place of a value to which its block's entry does not lead. One that does not say whose it is: `nameless`. What
+    a later kvstore wrote is left alone.
+    """
     whose = identified(value)
     if whose is None:
-        nameless.add(place)
+        if not is_left_alone(value):
+            nameless.add(place)
         return None
     return None if _leads_to(tier, txn, whose[0], place) else place
 

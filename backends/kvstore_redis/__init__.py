@@ -27,7 +27,8 @@ from kvstore.objects.settings import TIMEOUT
 from kvstore.retention import TTL
 from kvstore.types import PutOutcome
 from kvstore.url import Option
-from kvstore.values import HEAD_BYTES, MANIFEST, PURGED
+from kvstore.values import FORMAT, HEAD_BYTES, MANIFEST, PURGED, SEALED
+from kvstore.versions import FORMAT_VERSION
 from kvstore_redis.wire import read_values, write_values
 
 if TYPE_CHECKING:
@@ -43,8 +44,6 @@ __all__ = ["RedisStore"]
 
 PORT = 6379
 SCANNED_AT_ONCE = 1000
-FORMAT = "format"
-"""A name of the tier's own: that there is one, though it has no block yet. A server may evict it, too."""
 
 
 def _prefix(text: Any) -> str:
@@ -82,7 +81,7 @@ class RedisStore(KeyValueStore):
         self._client: Any = _client(self.url)
         try:
             if not self.readonly:
-                self._client.set(self._prefix + FORMAT, b"0", nx=True)
+                self._client.set(self._prefix + FORMAT, str(FORMAT_VERSION).encode(), nx=True)
             elif not self._client.exists(self._prefix + FORMAT) and not any(self.names("")):
                 raise FileNotFoundError(f"no tier has names that begin with {self._prefix!r}")
         except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
@@ -133,7 +132,7 @@ class RedisStore(KeyValueStore):
 
     def _lifetime(self, name: str) -> int | None:
         """Of blocks alone: what is kept about them must not go before they do."""
-        return None if name.startswith((MANIFEST, PURGED)) else self._lifetime_ms
+        return None if name.startswith((MANIFEST, PURGED)) or name in (FORMAT, SEALED) else self._lifetime_ms
 
     def read_into(self, name: str, buffers: Buffers) -> int | None:
         (count,) = self.read_many_into([(name, buffers)])

@@ -12,7 +12,8 @@ every bit of the file is covered, and a block under another block's name is caug
 
 In an encrypted tier the payload is the sealed block (`kvstore.sealing.seal`), and the tail also has its data key's id.
 
-Format version 0: it may change without notice until the speed work is done.
+What any later version keeps, so that this one can tell its blocks from damage (`is_left_alone`): the index at the end,
+which says where the tail begins; magic, version and flags at its start; its checksum before the index.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ from typing import TYPE_CHECKING, Any
 from kvstore.integrity import crc32c
 from kvstore.namespace import FINGERPRINT_BYTES, MAX_DIGEST_BYTES
 from kvstore.types import BlockKey
+from kvstore.versions import FORMAT_VERSION, MUST_KNOW, is_foreign
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["FORMAT_VERSION", "PAGE", "WORD_BYTES", "BlockFacts", "BlockFrame", "DigestWords"]
+__all__ = ["PAGE", "WORD_BYTES", "BlockFacts", "BlockFrame", "DigestWords", "is_left_alone"]
 
-FORMAT_VERSION = 0
 PAGE = 4096
 WORD_BYTES = 7
 """A digest word: zarr dimensions are signed 64-bit integers, so 8 bytes do not fit."""
@@ -49,6 +52,8 @@ _CLOSING_MIN = _CRC.size + _TAIL.size + _CRC.size + _INDEX_BYTES
 _SEALED = 1
 """In the flags: the payload is a sealed block, and the id of its data key (16 bytes) follows the parent's digest."""
 _KEY_ID_BYTES = 16
+_START = struct.Struct("<8sHH")
+_LONGEST_TAIL = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +167,31 @@ class BlockFrame:
         return bool(_CRC.unpack_from(closing.data, self.rest)[0] == crc32c(payload))
 
 
+def is_left_alone(size: int, read: Callable[[int, int], bytes]) -> bool:
+    """Whether a file of `size` bytes that is no block of ours is a whole one of a later kvstore, which reads it.
+
+    `read` gives so many bytes from an offset.
+    """
+    if size < _CLOSING_MIN:
+        return False
+    end = read(size - _INDEX_BYTES, _INDEX_BYTES)
+    offset, length = _INDEX.unpack_from(end)
+    start = length - _CRC.size
+    if end[_INDEX.size :] != _CRC.pack(crc32c(end[: _INDEX.size])) or offset or not 0 <= start <= size - _CLOSING_MIN:
+        return False
+    if size - start > _LONGEST_TAIL:
+        return False
+    tail = read(start, size - start - _INDEX_BYTES)
+    if tail[-_CRC.size :] != _CRC.pack(crc32c(tail[: -_CRC.size])):
+        return False
+    magic, version, flags = _START.unpack_from(tail, _CRC.size)
+    return magic == MAGIC and is_foreign(version, flags, _SEALED)
+
+
 def _unpack_tail(fields: tuple[Any, ...], expected: int, key_id: bytes) -> BlockFacts | None:
     magic, version, flags, group, digest_bytes, parent_bytes, payload, generation, created, position = fields[:10]
     fingerprint, digest, parent = fields[10:]
-    if (magic, version, flags) != (MAGIC, FORMAT_VERSION, expected):
+    if (magic, version, flags & MUST_KNOW) != (MAGIC, FORMAT_VERSION, expected):
         return None
     if max(digest_bytes, parent_bytes) > MAX_DIGEST_BYTES:
         return None

@@ -19,6 +19,7 @@ from kvstore.sealing import Unsealed
 from kvstore.types import GetOutcome
 from kvstore_zarr.removal import inode_of, release, remove
 from kvstore_zarr.sealed import unseal_file
+from kvstore_zarr.tails import is_foreign
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,8 +48,8 @@ class _Look(enum.Enum):
     GOOD = "good"
     BUSY = "busy"
     CHANGED = "changed"
-    KEYLESS = "keyless"
-    """It is sealed with a key that this process does not have; another one may."""
+    UNREADABLE = "unreadable"
+    """It is sealed with a key that this process does not have, or a later kvstore's: another process may read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def _get(
         look = _look(tier, tree, path, key, into, ring)
         if look is _Look.GOOD:
             return GetOutcome.HIT
-        if look is _Look.KEYLESS:
+        if look is _Look.UNREADABLE:
             return GetOutcome.MISS
         if look is _Look.BUSY:
             time.sleep(0.001)
@@ -127,13 +128,15 @@ def _look(
             return _Look.BUSY
         status = os.fstat(fd)  # what is no regular file has not the size of a block, or cannot be read
         found = _read(tier, tree, fd, status.st_size, key, into, ring)
+        if found is Unsealed.DAMAGED and _is_foreign(fd):
+            found = Unsealed.UNKNOWN
         if found is Unsealed.GOOD:
             return _Look.GOOD
         # A file that another put has taken over since it was opened is no damage: look at the name again.
         if inode_of(path) != status.st_ino:
             return _Look.CHANGED
         if found is Unsealed.UNKNOWN:
-            return _Look.KEYLESS
+            return _Look.UNREADABLE
         return _Bad(status.st_ino, GetOutcome.CORRUPT if found is Unsealed.DAMAGED else GetOutcome.MISS)
     finally:
         release(fd)
@@ -152,6 +155,13 @@ def _read(
         return unseal_file(file, tree, key, into, ring) if tier.device.read_file(fd, file) else Unsealed.DAMAGED
     except OSError:  # a bad sector, say: this block cannot be had
         return Unsealed.DAMAGED
+
+
+def _is_foreign(fd: int) -> bool:
+    try:
+        return is_foreign(fd)
+    except OSError:
+        return False
 
 
 def _is_intact(tier: LocalTier, tree: NamespaceTree, fd: int, key: BlockKey, into: NDArray[np.uint8]) -> bool:

@@ -19,13 +19,14 @@ import os
 import re
 from typing import TYPE_CHECKING, Any
 
-from kvstore.errors import NewerFormatError, NotAStoreError, StoreOpenError, StoreSealedError
+from kvstore.errors import NewerFormatError, NotAStoreError, OlderFormatError, StoreOpenError, StoreSealedError
 from kvstore.files import open_file
 from kvstore.layout import DTYPES
 from kvstore.namespace import Namespace
 from kvstore.sealing import PLAIN, SEAL_BYTES
 from kvstore.types import BlockKey
-from kvstore_zarr.format import FORMAT_VERSION, BlockFrame, DigestWords
+from kvstore.versions import FORMAT_VERSION, check_version
+from kvstore_zarr.format import BlockFrame, DigestWords
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -185,9 +186,9 @@ def read_namespace(folder: Path, seal: str | None = None) -> NamespaceTree | Non
 def parse_namespace(data: bytes, name: str, place: str, seal: str | None = None) -> NamespaceTree | None:
     """The namespace that the manifest `data` describes, found at `place` in a folder called `name`; None if it is none.
 
-    Raises `NewerFormatError` for a manifest of a later format, `StoreSealedError` for one whose blocks are not sealed
-    as `seal` says (see `read_namespace`), and `NotAStoreError` for one that contradicts itself, or that cannot be read
-    although the folder is named as a namespace is.
+    Raises `NewerFormatError` and `OlderFormatError` for a manifest of another format, `StoreSealedError` for one whose
+    blocks are not sealed as `seal` says (see `read_namespace`), and `NotAStoreError` for one that contradicts itself,
+    or that cannot be read although the folder is named as a namespace is.
     """
     try:
         facts = json.loads(data)["attributes"][_ATTRIBUTE]
@@ -196,11 +197,7 @@ def parse_namespace(data: bytes, name: str, place: str, seal: str | None = None)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         _check_unreadable(name, place, error)
         return None
-    if not isinstance(version, int) or version > FORMAT_VERSION:
-        raise NewerFormatError(
-            f"{place} is of format {version}; this kvstore knows up to {FORMAT_VERSION}: upgrade kvstore-tiers, or use"
-            " another location"
-        )
+    check_version(version, place, "remove the tier or move it away; it is a cache, and is filled anew")
     try:
         namespace = Namespace.from_manifest(facts["namespace"])
     except (KeyError, TypeError, ValueError) as error:
@@ -233,8 +230,8 @@ def _check_unreadable(name: str, place: str, error: Exception) -> None:
 def namespaces_in(root: Path, seal: str | None = None) -> tuple[list[NamespaceTree], dict[str, StoreOpenError]]:
     """The namespaces below `root`, and those that cannot be served: name of the folder, and what is wrong with it.
 
-    `seal` as for `read_namespace`. One bad folder is not to stop the others. Raises `NewerFormatError` where there is
-    nothing but later formats.
+    `seal` as for `read_namespace`. One bad folder is not to stop the others. Raises `NewerFormatError` or
+    `OlderFormatError` where there is nothing that can be served, and one of another format.
     """
     trees: list[NamespaceTree] = []
     aside: dict[str, StoreOpenError] = {}
@@ -247,7 +244,7 @@ def namespaces_in(root: Path, seal: str | None = None) -> tuple[list[NamespaceTr
         if tree is not None:
             trees.append(tree)
     for reason in aside.values():
-        if not trees and isinstance(reason, NewerFormatError):
+        if not trees and isinstance(reason, NewerFormatError | OlderFormatError):
             raise reason
     return trees, aside
 

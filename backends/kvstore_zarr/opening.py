@@ -16,6 +16,7 @@ from kvstore.catalog import DATABASES, Catalog
 from kvstore.environment import Environment, check_filesystem, damage
 from kvstore.errors import (
     NotAStoreError,
+    OlderFormatError,
     StoreDamagedError,
     StoreFullError,
     StoreNotFoundError,
@@ -72,7 +73,7 @@ def open_tier(url: TierURL) -> tuple[LocalTier, str | None]:
             try:
                 must_rebuild = _must_rebuild(root / CATALOGUE, presence)
                 tier, reason = _open_parts(url, root, presence, mode, sealer, must_rebuild=must_rebuild)
-            except StoreDamagedError as error:
+            except (StoreDamagedError, OlderFormatError) as error:  # of the catalogue: the blocks' was looked at before
                 if presence.readonly or not presence.alone:
                     raise
                 said = _discard_catalogue(root / CATALOGUE, presence)

@@ -1,7 +1,8 @@
 """The catalogue made anew from the tree: after a power loss, a damaged catalogue, or for blocks that came without one.
 
 Each block's tail says what it is. What cannot be a whole block (a wrong size, holes, a tail that does not check or
-belongs elsewhere) is removed; payload checksums are left to the reads. Files that are not ours are left, and counted.
+belongs elsewhere) is removed; payload checksums are left to the reads. Files that are not ours are left, and counted;
+so are blocks of a later kvstore.
 What was said of blocks (`kvstore.marks`), and what was purged lately, stands in the catalogue alone: it is taken over,
 from a damaged one as far as that can be read.
 """
@@ -101,7 +102,7 @@ def _batches(tier: LocalTier, tree: NamespaceTree, reader: TailReader) -> Iterat
         for tail in reader.read(tree, list(files.values())):
             if tail.entry is not None:
                 batch.append(tail.entry)
-            elif not tail.gone:
+            elif tail.bad:
                 erase(tail.file.path)
         if len(batch) >= ENTRIES_AT_ONCE:
             yield batch

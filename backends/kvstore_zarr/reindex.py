@@ -111,7 +111,7 @@ def _add(folder: _Folder, files: dict[bytes, BlockFile], unreadable_for_s: float
     tier = folder.tier
     with tier.names.hold(files):
         tails = [tail for tail in folder.reader.read(folder.tree, list(files.values())) if not tail.gone]
-        bad = [tail.file.path for tail in tails if tail.entry is None]
+        bad = [tail.file.path for tail in tails if tail.bad]
         old = [path for path in bad if time.time() - os.lstat(path).st_mtime > unreadable_for_s]
         for path in old:
             erase(path)

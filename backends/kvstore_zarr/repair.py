@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstore.errors import NewerFormatError, StoreOpenError
+from kvstore.errors import NewerFormatError, OlderFormatError, StoreOpenError
 from kvstore.repairing import Repaired
 from kvstore_zarr.metadata import read_document, read_namespace
 from kvstore_zarr.reindex import reindex
@@ -36,12 +36,12 @@ def repair(tier: LocalTier) -> list[Repaired]:
 
 
 def _write_documents(tier: LocalTier) -> int:
-    """Write every document that is not what it must be; how many. What a later format wrote is left."""
+    """Write every document that is not what it must be; how many. What is of another format is left."""
     with tier.catalog.read() as snapshot:
         namespaces = snapshot.namespaces()
     written = 0
     for namespace in namespaces:
-        if not (tier.root / namespace.name).is_dir() or _is_later(tier, namespace.name):
+        if not (tier.root / namespace.name).is_dir() or _is_of_another_format(tier, namespace.name):
             continue
         documents = tier.tree(namespace).all_documents(tier.root)
         wrong = {path: text for path, text in documents.items() if _text(tier, path) != text}
@@ -51,10 +51,10 @@ def _write_documents(tier: LocalTier) -> int:
     return written
 
 
-def _is_later(tier: LocalTier, name: str) -> bool:
+def _is_of_another_format(tier: LocalTier, name: str) -> bool:
     try:
         read_namespace(tier.root / name)
-    except NewerFormatError:
+    except (NewerFormatError, OlderFormatError):
         return True
     except StoreOpenError:
         pass

@@ -18,6 +18,7 @@ import numpy as np
 
 from kvstore.catalog import Entry, address_of
 from kvstore.files import NotAFileError, open_file
+from kvstore_zarr.format import is_left_alone
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from kvstore.types import BlockKey
     from kvstore_zarr.metadata import NamespaceTree
 
-__all__ = ["BlockFile", "Tail", "TailReader", "block_files", "block_folders"]
+__all__ = ["BlockFile", "Tail", "TailReader", "block_files", "block_folders", "is_foreign"]
 
 READERS = 8
 """Files read side by side."""
@@ -47,12 +48,18 @@ class BlockFile:
 @dataclass(frozen=True, slots=True)
 class Tail:
     """What was found in a file: its block's `entry`, None where it can be no whole block of that key. `gone`: nothing
-    stands there any more.
+    stands there any more. `foreign`: a later kvstore's block does, which is left alone.
     """
 
     file: BlockFile
     entry: Entry | None = None
     gone: bool = False
+    foreign: bool = False
+
+    @property
+    def bad(self) -> bool:
+        """Whether the file is nobody's block."""
+        return self.entry is None and not self.gone and not self.foreign
 
 
 def block_folders(tree: NamespaceTree) -> Iterator[tuple[int, str]]:
@@ -100,26 +107,35 @@ def _read(tree: NamespaceTree, files: Sequence[BlockFile]) -> list[Tail]:
     tails: list[Tail] = []
     for file in files:
         try:
-            tails.append(Tail(file, _entry(tree, file)))
+            tails.append(_tail(tree, file))
         except (FileNotFoundError, NotADirectoryError):
             tails.append(Tail(file, gone=True))
     return tails
 
 
-def _entry(tree: NamespaceTree, file: BlockFile) -> Entry | None:
-    frame, key = tree.frames[file.key.group], file.key
+def is_foreign(fd: int) -> bool:
+    """Whether the open file is a block that a later kvstore wrote: to be left alone. Raises OSError."""
+    return is_left_alone(os.fstat(fd).st_size, lambda offset, length: os.pread(fd, length, offset))
+
+
+def _tail(tree: NamespaceTree, file: BlockFile) -> Tail:
     try:
         fd = open_file(file.path, os.O_RDONLY)
     except NotAFileError:
-        return None
+        return Tail(file)
     try:
-        status = os.fstat(fd)
-        occupied = status.st_blocks * 512
-        if status.st_size != frame.file_bytes or occupied < frame.file_bytes:
-            return None
-        closing = np.frombuffer(os.pread(fd, frame.closing, frame.whole), dtype=np.uint8)
+        entry = _entry(tree, file.key, fd)
+        return Tail(file, entry, foreign=entry is None and is_foreign(fd))
     finally:
         os.close(fd)
+
+
+def _entry(tree: NamespaceTree, key: BlockKey, fd: int) -> Entry | None:
+    frame, status = tree.frames[key.group], os.fstat(fd)
+    occupied = status.st_blocks * 512
+    if status.st_size != frame.file_bytes or occupied < frame.file_bytes:
+        return None
+    closing = np.frombuffer(os.pread(fd, frame.closing, frame.whole), dtype=np.uint8)
     facts = frame.facts(closing)
     if facts is None or facts.key != key or facts.fingerprint != tree.namespace.fingerprint:
         return None

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.archive.compression import Compression
 from kvstore.archive.errors import ArchiveDamagedError
-from kvstore.errors import NewerFormatError
 from kvstore.namespace import Namespace
+from kvstore.versions import FORMAT_VERSION, check_version
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,7 +26,6 @@ __all__ = ["DRAFT_NAME", "MANIFEST_NAME", "ArchiveInfo", "Manifest", "Segment", 
 MANIFEST_NAME = "kvstore-archive.json"
 DRAFT_NAME = "kvstore-archive.draft.json"
 """There while an archive is in the making: whoever finds it without a manifest may go on with it, or remove it."""
-FORMAT_VERSION = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +151,15 @@ class Manifest:
 
     @classmethod
     def parse(cls, data: bytes, place: str) -> Manifest:
-        """What `dump` wrote. `place` is for messages. Raises `ArchiveDamagedError` or `NewerFormatError`."""
+        """What `dump` wrote. `place` is for messages. Raises `ArchiveDamagedError`, `NewerFormatError`, or
+        `OlderFormatError`.
+        """
         try:
             document = json.loads(data)
             facts = document["kvstore_archive"]
             if _sealed({name: value for name, value in document.items() if name != "sha256"}) != data:
                 raise ValueError("its digest is another one")
-            if facts["format"] > FORMAT_VERSION:
-                raise NewerFormatError(f"{place} is an archive of format {facts['format']}: upgrade kvstore-tiers")
+            check_version(facts["format"], place, "remove it, and archive the prefix anew")
             namespace = Namespace.from_manifest(facts["namespace"])
             segments = tuple(
                 Segment(one["blocks"], one["blocks_per_shard"], one["start"], bytes.fromhex(one["parent"]))

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.integrity import crc32c
+from kvstore.versions import FORMAT_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,7 +39,6 @@ SHARD_BYTES = 64 << 20
 """Of blocks in one object. Two of them are in memory while an archive is made or restored."""
 
 MAGIC = b"KVARCHV\n"
-FORMAT_VERSION = 0
 PLAN_BYTES = 32
 # magic, version, KV-cache group, blocks there is room for, number of the shard, plan
 _TRAILER = struct.Struct(f"<8sHHIQ{PLAN_BYTES}s")

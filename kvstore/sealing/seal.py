@@ -6,7 +6,7 @@
 | 8 | 2 | version |
 | 10 | 2 | KV-cache group |
 | 12 | 2 | digest length |
-| 14 | 2 | zeros |
+| 14 | 2 | flags, none known |
 | 16 | 16 | id of the data key |
 | 32 | 12 | nonce, random |
 | 44 | 4 | zeros |
@@ -34,6 +34,7 @@ from kvstore.namespace import FINGERPRINT_BYTES, MAX_DIGEST_BYTES
 from kvstore.sealing._aead import NONCE_BYTES, TAG_BYTES, cipher, invalid_tag
 from kvstore.sealing.document import ID_BYTES
 from kvstore.types import BlockKey
+from kvstore.versions import FORMAT_VERSION, is_foreign
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["HEADER_BYTES", "SEAL_BYTES", "SealHeader", "Unsealed", "open_into", "seal_into", "unseal_into"]
 
 _HEADER = struct.Struct(f"<8sHHHH{ID_BYTES}s{NONCE_BYTES}s4x{FINGERPRINT_BYTES}s{MAX_DIGEST_BYTES}s")
-_MAGIC, _VERSION = b"KVSEAL1\n", 0
+_MAGIC = b"KVSEAL1\n"
 
 HEADER_BYTES = _HEADER.size
 SEAL_BYTES = HEADER_BYTES + TAG_BYTES
@@ -64,19 +65,26 @@ class SealHeader:
         """Its bytes."""
         digest = self.key.digest
         return _HEADER.pack(
-            *(_MAGIC, _VERSION, self.key.group, len(digest), 0, self.key_id, self.nonce, self.fingerprint, digest)
+            *(_MAGIC, FORMAT_VERSION, self.key.group, len(digest), 0, self.key_id, self.nonce, self.fingerprint, digest)
         )
 
     @classmethod
     def unpacked(cls, data: bytes) -> SealHeader | None:
-        """What `packed` made; None for anything else."""
+        """What `packed` made; None for anything else, and for what a later kvstore made (`is_foreign`)."""
         if len(data) != HEADER_BYTES:
             return None
-        magic, version, group, length, _, key_id, nonce, fingerprint, digest = _HEADER.unpack(data)
-        if magic != _MAGIC or version != _VERSION or length > MAX_DIGEST_BYTES:
+        magic, version, group, length, flags, key_id, nonce, fingerprint, digest = _HEADER.unpack(data)
+        if magic != _MAGIC or version != FORMAT_VERSION or is_foreign(version, flags, 0) or length > MAX_DIGEST_BYTES:
             return None
-        header = cls(key_id, nonce, fingerprint, BlockKey(digest[:length], group))
-        return header if header.packed() == data else None
+        return cls(key_id, nonce, fingerprint, BlockKey(digest[:length], group))
+
+    @staticmethod
+    def is_foreign(data: bytes) -> bool:
+        """Whether a later kvstore made it, as far as it says so itself."""
+        if len(data) != HEADER_BYTES:
+            return False
+        magic, version, _, _, flags, *_ = _HEADER.unpack(data)
+        return magic == _MAGIC and is_foreign(version, flags, 0)
 
 
 class Unsealed(enum.Enum):
@@ -89,7 +97,8 @@ class Unsealed(enum.Enum):
     DESTROYED = "destroyed"
     """Its data key was destroyed: nobody will ever read it."""
     UNKNOWN = "unknown"
-    """Its data key is not in this keyring, as this process knows it; another process may have it."""
+    """Its data key is not in this keyring, as this process knows it, or a later kvstore sealed it: another process may
+    be able to open it."""
 
 
 def seal_into(
@@ -120,7 +129,10 @@ def unseal_into(
     `key_id`: what else says which data key it is sealed with, if something does. After anything but `GOOD` the contents
     of `into` are undefined. The GIL is released meanwhile, for large blocks.
     """
-    header = SealHeader.unpacked(sealed[:HEADER_BYTES].tobytes())
+    start = sealed[:HEADER_BYTES].tobytes()
+    header = SealHeader.unpacked(start)
+    if header is None and SealHeader.is_foreign(start):
+        return Unsealed.UNKNOWN
     if header is None or (header.fingerprint, header.key) != (fingerprint, key):
         return Unsealed.DAMAGED
     if key_id not in (None, header.key_id):

@@ -119,7 +119,7 @@ class TestFormat:
         stranger.submit(raw.set_info, b"format", struct.pack("<I", 99), raw.catalogue_of(tier)).result()
         for readonly in (False, True):
             refused(tier.url, NewerFormatError, str(tier.path), "99", "upgrade", readonly=readonly)
-        stranger.submit(raw.set_info, b"format", struct.pack("<I", 0), raw.catalogue_of(tier)).result()
+        stranger.submit(raw.set_info, b"format", struct.pack("<I", 1), raw.catalogue_of(tier)).result()
         with tier.open() as store:
             assert get(store, [1]) == [GetOutcome.HIT]
 

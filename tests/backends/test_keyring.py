@@ -377,11 +377,12 @@ class TestSealedBlocks:
         data_key, into = keyring.data_key("acme"), np.zeros(300, np.uint8)
         sealed = np.zeros(300 + SEAL_BYTES, np.uint8)
         seal_into(sealed, into, data_key, SPACE, BLOCK)
+        of_others = {9, 14, *range(16, 32)}  # a later version, a flag not known, another data key: others may open it
         for byte in range(sealed.nbytes):
             damaged = sealed.copy()
             damaged[byte] ^= 1 << byte % 8
             found = unseal_into(keyring.ring(), damaged, into, SPACE, BLOCK)
-            assert found is (Unsealed.UNKNOWN if 16 <= byte < 32 else Unsealed.DAMAGED), byte
+            assert found is (Unsealed.UNKNOWN if byte in of_others else Unsealed.DAMAGED), byte
         ring = keyring.ring()
         assert unseal_into(ring, sealed, into, b"m" * 16, BLOCK) is Unsealed.DAMAGED
         assert unseal_into(ring, sealed, into, SPACE, BlockKey(BLOCK.digest, 2)) is Unsealed.DAMAGED

@@ -164,7 +164,7 @@ def _check_file(path: Path, place: tuple[bytes, int, bytes], size: int, findings
     payload, rest = data[:stored], data[stored:]
     tail: dict[str, Any] = dict(zip(_TAIL_FIELDS, _TAIL.unpack_from(rest, 4), strict=True))
     index = struct.pack("<QQ", 0, stored + 4)
-    expected = {"magic": b"KVBLOCK\n", "version": 0, "flags": int(sealed), "group": group,
+    expected = {"magic": b"KVBLOCK\n", "version": 1, "flags": int(sealed), "group": group,
                 "digest_bytes": len(digest), "payload_bytes": stored, "fingerprint": fingerprint,
                 "digest": digest.ljust(64, b"\0")}  # fmt: skip
     wrong = [name for name, value in expected.items() if tail[name] != value]
@@ -278,7 +278,7 @@ def check_file_tier(root: Path, settled: bool, keys: Keys | None = None, *, cata
 
 # lmdb://
 
-_HEADER = struct.Struct("<8sHHHH16s64sQQI")
+_HEADER = struct.Struct("<8sHHHH16s64sQQ8xI")
 _HEADER_FIELDS = ("magic", "version", "group", "digest_bytes", "flags", "fingerprint", "digest", "payload_bytes",
                   "created", "payload_checksum")  # fmt: skip
 _HEADER_BYTES = 128
@@ -313,7 +313,7 @@ def _entry_problems(place: bytes, value: bytes, size: int, findings: Findings) -
         return ["too short"]
     fields: dict[str, Any] = dict(zip(_HEADER_FIELDS, _HEADER.unpack_from(header), strict=True))
     sealed = findings.keys is not None
-    expected = {"magic": b"kvblock\0", "version": 0, "group": group, "digest_bytes": len(digest),
+    expected = {"magic": b"kvblock\0", "version": 1, "group": group, "digest_bytes": len(digest),
                 "flags": int(sealed), "fingerprint": fingerprint, "digest": digest.ljust(64, b"\0"),
                 "payload_bytes": size + SEAL_BYTES * sealed, "payload_checksum": crc(payload)}  # fmt: skip
     problems = [name for name, right in expected.items() if fields[name] != right]

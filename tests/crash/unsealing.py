@@ -71,7 +71,7 @@ def unsealed(sealed: bytes, place: tuple[bytes, int, bytes], keys: Keys) -> Open
     if len(sealed) < SEAL_BYTES:
         return Opened(b"", b"", readable=True, wrong=["too short for a sealed block"])
     fields: dict[str, Any] = dict(zip(_FIELDS, HEADER.unpack(header), strict=True))
-    expected = {"magic": b"KVSEAL1\n", "version": 0, "group": group, "digest_bytes": len(digest), "zeros": 0,
+    expected = {"magic": b"KVSEAL1\n", "version": 1, "group": group, "digest_bytes": len(digest), "zeros": 0,
                 "more_zeros": bytes(4), "fingerprint": fingerprint, "digest": digest.ljust(64, b"\0")}  # fmt: skip
     wrong = [f"seal: {name}" for name, right in expected.items() if fields[name] != right]
     key_id = fields["key_id"]

@@ -12,7 +12,7 @@ from kvstore.objects.faults import Kind, RequestFailed
 from kvstore.retention import now_ns
 from kvstore.sealing import Unsealed
 from kvstore.types import BlockInfo, GetOutcome, PutOutcome
-from kvstore_zarr.format import BlockFacts
+from kvstore_zarr.format import BlockFacts, is_left_alone
 from kvstore_zarr.sealed import seal_file, unseal_file
 
 if TYPE_CHECKING:
@@ -126,7 +126,9 @@ class OneBlock:
             found = self._read(
                 tree, ring, key, into
             )  # once more: it may have been damaged on its way, and be whole there
-        if found is Unsealed.UNKNOWN:  # another process may have the key
+        if found is Unsealed.DAMAGED and self._is_foreign(path):
+            found = Unsealed.UNKNOWN
+        if found is Unsealed.UNKNOWN:  # another process may have the key, or be a later kvstore
             return GetOutcome.MISS
         if found in (Unsealed.DAMAGED, Unsealed.DESTROYED):
             self._lookup.forget(path)
@@ -173,6 +175,12 @@ class OneBlock:
             return None
         found = unseal_file(file, tree, key, into, ring) if size == frame.file_bytes else Unsealed.DAMAGED
         return (frame.facts(file[frame.whole :]) or Unsealed.DAMAGED) if found is Unsealed.GOOD else found
+
+    def _is_foreign(self, path: str) -> bool:
+        """Whether what stands there is a block that a later kvstore wrote."""
+        data = self._client.get(path)
+        view = memoryview(b"" if data is None else data).cast("B")
+        return is_left_alone(view.nbytes, lambda offset, length: bytes(view[offset : offset + length]))
 
     def delete(self, path: str) -> bool:
         """Remove the object at `path`; whether there was one."""
