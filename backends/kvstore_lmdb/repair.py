@@ -76,8 +76,8 @@ def _without_value(tier: Tier, txn: lmdb.Transaction[memoryview], address: bytes
 def _not_booked(
     nameless: set[bytes], tier: Tier, txn: lmdb.Transaction[memoryview], place: bytes, value: memoryview
 ) -> bytes | None:
-    """The place of a value to which its block's entry does not lead. One that does not say whose it is: `nameless`. What
-    a later kvstore wrote is left alone.
+    """The place of a value to which its block's entry does not lead. One that does not say whose it is: `nameless`, but
+    for what a later kvstore wrote.
     """
     whose = identified(value)
     if whose is None:
