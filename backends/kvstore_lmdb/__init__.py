@@ -3,8 +3,8 @@
 The URL names a directory with `data.mdb`, `lock.mdb` and the files of `kvstore.presence`. In the environment stand the
 catalogue (`kvstore.catalog`) and one more database, `blocks`: generation to header and payload (`kvstore_lmdb.entry`).
 In `info` there may be a record `tick`: eight bytes without a meaning, written where a commit is needed for itself.
-A put is one transaction for each 16 MiB, with room made in an earlier one; a get is one short read transaction for each
-block: copied out first, checked after. The cap is a bound that LMDB itself keeps (`kvstore_lmdb.space`).
+A put is one transaction for each 16 MiB, with room made in an earlier one; a get is one short read transaction for
+each MiB: every block is copied out and checked there. The cap is a bound that LMDB itself keeps (`kvstore_lmdb.space`).
 """
 
 from __future__ import annotations
@@ -28,20 +28,12 @@ from kvstore.repairing import examine_environment
 from kvstore.residues import leftovers
 from kvstore.retention import TTL, TTL_FROM, Allowance, now_ns
 from kvstore.scrub import SCRUB, scrubbed, start_scrub
-from kvstore.sealing import SEAL_BYTES, SEALING, Unsealed
+from kvstore.sealing import SEAL_BYTES, SEALING
 from kvstore.tombs import refused_until
 from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, Leftover, PutOutcome, Residue, Usage
 from kvstore.url import CAPACITY, DURABILITY, KEEP_FREE, MODE, READONLY, Option, TierURL, local_path
-from kvstore_lmdb.entry import (
-    Bytes,
-    is_intact,
-    is_left_alone,
-    key_id_in,
-    place_of,
-    read_into,
-    stored_bytes,
-    unseal_into,
-)
+from kvstore_lmdb.entry import key_id_in, place_of, stored_bytes
+from kvstore_lmdb.get import few, get_together, is_kept
 from kvstore_lmdb.opening import BLOCKS, Tier, open_tier, take_out, tree_bytes
 from kvstore_lmdb.purge import finish_purge
 from kvstore_lmdb.put import Puts, Staged, chunks
@@ -58,6 +50,7 @@ if TYPE_CHECKING:
     from kvstore.repairing import Examination, Repaired
     from kvstore.scrub import Scrubbed
     from kvstore.sealing import Ring, Sealer
+    from kvstore_lmdb.get import Wanted
 
 __all__ = ["LMDBStore"]
 
@@ -163,10 +156,9 @@ class LMDBStore(BlockStore):
                 with catalog.read() as snapshot:
                     alive = snapshot.alive([address for address, _ in checked])
             ring = None if self._sealer is None else self._sealer.reading()
-            return [
-                self._get(address, into, ring) if is_alive else GetOutcome.MISS
-                for (address, into), is_alive in zip(checked, alive, strict=True)
-            ]
+            wanted = [one for one, is_alive in zip(checked, alive, strict=True) if is_alive]
+            got = iter([outcome for some in few(wanted) for outcome in self._get_together(some, ring)])
+            return [next(got) if is_alive else GetOutcome.MISS for is_alive in alive]
 
     def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         addresses = self._addresses(namespace, keys)
@@ -383,41 +375,11 @@ class LMDBStore(BlockStore):
         except (OSError, lmdb.Error) as error:
             raise TierUnavailable(f"{self.url} cannot tell: {error}") from error
 
-    def _get(self, address: bytes, into: Bytes, ring: Ring | None) -> GetOutcome:
-        if ring is not None:
-            return self._get_sealed(address, into, ring)
-        header = b""
-        with self._tier.environment.read() as txn:
-            booked, value = self._tier.value(txn, address)
-            missing = value is None
-            if value is not None:
-                header = read_into(value, into)
-        if not missing and is_intact(header, into, address):
-            return GetOutcome.HIT
-        if not missing and self._is_left_alone(address):
-            return GetOutcome.MISS
-        if booked:  # damaged, or its bytes went behind our back: the books follow
-            self._remove_unless(address, lambda value: is_intact(read_into(value, into), into, address))
-        return GetOutcome.MISS if missing else GetOutcome.CORRUPT
-
-    def _get_sealed(self, address: bytes, into: Bytes, ring: Ring) -> GetOutcome:
-        found = Unsealed.GOOD
-        with self._tier.environment.read() as txn:
-            booked, value = self._tier.value(txn, address)
-            missing = value is None
-            if value is not None:
-                found = unseal_into(value, into, address, ring)
-        if found is Unsealed.GOOD and not missing:
-            return GetOutcome.HIT
-        if booked and found is not Unsealed.UNKNOWN:
-            kept = (Unsealed.GOOD, Unsealed.UNKNOWN)
-            self._remove_unless(address, lambda value: unseal_into(value, into, address, ring) in kept)
-        return GetOutcome.CORRUPT if found is Unsealed.DAMAGED else GetOutcome.MISS
-
-    def _is_left_alone(self, address: bytes) -> bool:
-        with self._tier.environment.read() as txn:
-            _, value = self._tier.value(txn, address)
-            return value is not None and is_left_alone(value, address)
+    def _get_together(self, wanted: Sequence[Wanted], ring: Ring | None) -> list[GetOutcome]:
+        outcomes, stale = get_together(self._tier, wanted, ring)
+        for one in stale:  # damaged, or its bytes went behind our back: the books follow
+            self._remove_unless(one[0], partial(is_kept, wanted=one, ring=ring))
+        return outcomes
 
     def _remove_unless(self, address: bytes, is_sound: Callable[[memoryview], bool]) -> None:
         """Take out what stands under `address`, unless a sound block does by now."""

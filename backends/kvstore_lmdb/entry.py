@@ -54,10 +54,9 @@ __all__ = [
     "is_intact",
     "is_left_alone",
     "key_id_in",
+    "open_into",
     "place_of",
-    "read_into",
     "stored_bytes",
-    "unseal_into",
 ]
 
 Bytes = NDArray[np.uint8]
@@ -107,16 +106,17 @@ def fill(
     value[:HEADER_BYTES] = np.frombuffer(head, np.uint8)
 
 
-def read_into(value: memoryview, into: Bytes) -> bytes:
-    """Copy the payload of `value`, which lies in LMDB's map, into `into`; returns the header, unchecked.
-
-    Empty where the lengths do not fit (nothing was copied then). Done first and checked later (`is_intact`), so that
-    the transaction under `value` is short. The GIL is released meanwhile.
+def open_into(value: memoryview, into: Bytes, address: bytes, ring: Ring | None) -> Unsealed:
+    """Copy the payload of `value`, which lies in LMDB's map, into `into`, and check it; with a `ring` it is opened.
+    `address` names the block. The GIL is released meanwhile.
     """
-    if len(value) != HEADER_BYTES + into.nbytes:
-        return b""
-    np.copyto(into, np.frombuffer(value, np.uint8, offset=HEADER_BYTES))
-    return bytes(value[:HEADER_BYTES])
+    if ring is not None:
+        return unseal_into(value, into, address, ring)
+    if len(value) == HEADER_BYTES + into.nbytes:
+        np.copyto(into, np.frombuffer(value, np.uint8, offset=HEADER_BYTES))
+        if is_intact(bytes(value[:HEADER_BYTES]), into, address):
+            return Unsealed.GOOD
+    return Unsealed.UNKNOWN if is_left_alone(value, address) else Unsealed.DAMAGED
 
 
 def identified(value: memoryview | bytes) -> tuple[bytes, int] | None:
@@ -132,23 +132,24 @@ def identified(value: memoryview | bytes) -> tuple[bytes, int] | None:
     return fingerprint + group.to_bytes(2, "big") + digest[:length], created
 
 
-def is_intact(header: bytes, payload: Bytes, address: bytes, *, sealed: bool = False) -> bool:
-    """Whether these are the bytes that were once put under `address`, in its namespace."""
-    return _header_is_intact(header, payload.nbytes, address, sealed) and (
-        crc32c(payload) == _FIELDS.unpack_from(header)[-1]
-    )
+def is_intact(header: bytes, payload: Bytes, address: bytes) -> bool:
+    """Whether these are the bytes that were once put under `address`, in its namespace, not sealed."""
+    checksum = _checksum_in(header, payload.nbytes, address)
+    return checksum is not None and crc32c(payload) == checksum
 
 
-def _header_is_intact(header: bytes, payload_bytes: int, address: bytes, sealed: bool) -> bool:
+def _checksum_in(header: bytes, payload_bytes: int, address: bytes, flags: int = 0) -> int | None:
+    """What an intact header of this block says of its payload; None for any other header."""
     if len(header) != HEADER_BYTES:
-        return False
-    magic, version, group, length, flags, fingerprint, digest, nbytes, _, _ = _FIELDS.unpack_from(header)
+        return None
+    magic, version, group, length, said, fingerprint, digest, nbytes, _, checksum = _FIELDS.unpack_from(header)
     (own,) = _CRC.unpack_from(header, _FIELDS.size)
-    return (
-        (magic, version, nbytes, flags & MUST_KNOW) == (_MAGIC, FORMAT_VERSION, payload_bytes, _SEALED if sealed else 0)
+    intact = (
+        (magic, version, nbytes, said & MUST_KNOW) == (_MAGIC, FORMAT_VERSION, payload_bytes, flags)
         and crc32c(header[: _FIELDS.size]) == own
         and address == fingerprint + group.to_bytes(2, "big") + digest[:length]
     )
+    return checksum if intact else None
 
 
 def is_left_alone(value: memoryview, address: bytes | None = None) -> bool:
@@ -175,11 +176,12 @@ def unseal_into(value: memoryview, into: Bytes, address: bytes, ring: Ring) -> U
     if len(value) != HEADER_BYTES + SEAL_BYTES + into.nbytes:
         return Unsealed.UNKNOWN if is_left_alone(value, address) else Unsealed.DAMAGED
     header, sealed = bytes(value[:HEADER_BYTES]), np.frombuffer(value, np.uint8, offset=HEADER_BYTES)
-    if not _header_is_intact(header, sealed.nbytes, address, sealed=True):
+    checksum = _checksum_in(header, sealed.nbytes, address, _SEALED)
+    if checksum is None:
         return Unsealed.UNKNOWN if is_left_alone(value, address) else Unsealed.DAMAGED
     fingerprint, group = address[:FINGERPRINT_BYTES], address[FINGERPRINT_BYTES : FINGERPRINT_BYTES + 2]
     key = BlockKey(address[FINGERPRINT_BYTES + 2 :], int.from_bytes(group, "big"))
     found = unseal(ring, sealed, into, fingerprint, key)
-    if found is not Unsealed.GOOD and crc32c(sealed) != _FIELDS.unpack_from(header)[-1]:
+    if found is not Unsealed.GOOD and crc32c(sealed) != checksum:
         return Unsealed.DAMAGED
     return found
