@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from kvstore.bench.workload import Lap, Workload
     from kvstore.types import BlockKey
 
 __all__ = ["Contestant"]
@@ -64,6 +65,13 @@ class Contestant(ABC):
 
     def cool(self) -> None:  # noqa: B027 - optional
         """Let go of whatever would keep blocks in memory, before the page cache is dropped. Not timed."""
+
+    def warm_elsewhere(self, load: Workload, keys: Sequence[BlockKey], passes: int) -> list[Lap]:
+        """Time `passes` loads of all blocks, warm, somewhere else: for who would be flattered by what this process has
+        mapped. An empty list: `load` is timed here.
+        """
+        del load, keys, passes
+        return []
 
     def files(self) -> list[Path]:
         """Where its bytes are, for advising them out of the page cache one file at a time."""

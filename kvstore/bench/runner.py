@@ -1,56 +1,41 @@
 """The race: the same blocks for every contestant, in turns A B A B …, medians with their range.
 
-A round is: fresh bytes and keys; every contestant stores them; every contestant loads them cold; all is removed.
-Writing back and dropping the page cache happen before each timed step and outside it, so that no contestant pays for
-what another left in memory.
+A round is: fresh bytes and keys; every contestant stores them; every contestant loads them cold, then warm, twice; all
+is removed. Writing back and dropping the page cache happen before each store and each cold load and outside of what is
+timed, so that no contestant pays for what another left in memory. Before the warm loads all blocks are read once,
+untimed, and the page cache is kept.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import secrets
 import statistics
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.bench.workload import Lap, Targets, Workload, page_aligned_rows, pool, run_lap
 from kvstore.types import BlockKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import ThreadPoolExecutor
 
     from numpy.typing import NDArray
 
     from kvstore.bench.contestant import Contestant
 
-__all__ = ["Figure", "Workload", "race"]
+__all__ = ["OPERATIONS", "Figure", "race"]
+
+WARM = ("load_warm_1", "load_warm_2")
+OPERATIONS = ("store", "load_cold", *WARM)
+"""What is timed, in this order: a store, a load with the page cache dropped, and two passes with it kept."""
 
 _SOURCE_BYTES = 256 << 20
 _DROP_CACHES = "/proc/sys/vm/drop_caches"
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """`blocks` blocks of `block_bytes` bytes, moved by `threads` threads in calls of `batch` blocks, `rounds` times."""
-
-    block_bytes: int
-    blocks: int
-    threads: int
-    batch: int
-    rounds: int
-
-    @classmethod
-    def of(cls, *, block_bytes: int, total: int, threads: int, batch_bytes: int, rounds: int) -> Workload:
-        """`total` and `batch_bytes` in bytes, rounded to whole blocks; no thread is idle for want of a call."""
-        blocks = max(1, total // block_bytes)
-        batch = max(1, min(batch_bytes // block_bytes, -(-blocks // threads)))
-        return cls(block_bytes, blocks, threads, batch, rounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,77 +57,72 @@ class Figure:
     ratio: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Lap:
-    gb_per_s: float
-    cpu_s_per_gb: float
+Laps = dict[tuple[str, str], list[Lap]]
+"""By operation and contestant, a lap for each round."""
 
 
 def race(
-    contestants: Sequence[Contestant], reference: str, load: Workload, advance: Callable[[], object] = lambda: None
+    contestants: Sequence[Contestant],
+    reference: str,
+    load: Workload,
+    advance: Callable[[], object] = lambda: None,
+    operations: Sequence[str] = OPERATIONS,
 ) -> tuple[list[Figure], list[str]]:
-    """Run all rounds; figures by operation and contestant, and notes on how cold the loads were.
+    """Run all rounds; figures by operation and contestant, and notes on how cold and how warm the loads were.
 
-    `reference` names the contestant that ratios refer to; `advance` is called after each timed step.
+    `reference` names the contestant that ratios refer to; `advance` is called after each timed step. `operations` begin
+    with a store; both warm passes or none.
     """
-    laps: dict[tuple[str, str], list[_Lap]] = {}
+    laps: Laps = {}
     notes: set[str] = set()
-    memory = _memory(load)
-    source, targets = _Source(load, memory), _Targets(load, memory)
+    sources = _sources(load)
+    memory = page_aligned_rows(sources + load.threads * load.batch, load.block_bytes)
+    source, targets = _Source(load, memory[:sources]), Targets(load, memory[sources:])
     for contestant in contestants:
         contestant.lend(memory)
-    with _pool(load.threads) as pool:
+    with pool(load.threads) as executor:
         for _ in range(load.rounds):
             source.refill()
             keys = [BlockKey(secrets.token_bytes(32)) for _ in range(load.blocks)]
             for contestant in contestants:
                 contestant.expect(keys)
-            for op in ("store", "load_cold"):
+            for op in (op for op in operations if op not in WARM):
                 for contestant in contestants:
                     contestant.cool()
                     notes.add(_settle(contestant))
-                    work = _store(contestant, source) if op == "store" else _load(contestant, targets)
-                    laps.setdefault((op, contestant.name), []).append(_lap(pool, work, load, keys))
+                    work = partial(_store, contestant, source) if op == "store" else partial(_load, contestant, targets)
+                    laps.setdefault((op, contestant.name), []).append(run_lap(executor, work, load, keys))
                     advance()
+            if WARM[0] in operations:
+                notes.add("load_warm: all blocks were read just before, the page cache is kept; two passes")
+                for contestant in contestants:
+                    for op, lap in zip(WARM, _warm(contestant, targets, executor, load, keys), strict=True):
+                        laps.setdefault((op, contestant.name), []).append(lap)
+                        advance()
             for contestant in contestants:
                 contestant.clear(keys)
-    return [_figure(load, laps, op, name, reference) for op, name in laps], sorted(notes)
+    names = [contestant.name for contestant in contestants]
+    return [_figure(load, laps, op, name, reference) for op in operations for name in names], sorted(notes)
 
 
-@contextmanager
-def _pool(threads: int) -> Generator[ThreadPoolExecutor]:
-    """What has not begun when the race ends, by an error or Ctrl-C, is not begun."""
-    pool = ThreadPoolExecutor(threads)
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
+def _warm(
+    contestant: Contestant, targets: Targets, executor: ThreadPoolExecutor, load: Workload, keys: list[BlockKey]
+) -> Sequence[Lap]:
+    """A pass that is not counted, and those that are."""
+    work = partial(_load, contestant, targets)
+    run_lap(executor, work, load, keys)
+    return contestant.warm_elsewhere(load, keys, len(WARM)) or [run_lap(executor, work, load, keys) for _ in WARM]
 
 
-def _lap(
-    pool: ThreadPoolExecutor, work: Callable[[int, list[BlockKey]], None], load: Workload, keys: list[BlockKey]
-) -> _Lap:
-    starts = range(0, load.blocks, load.batch)
-    batches = [keys[start : start + load.batch] for start in starts]
-    began, cpu = time.perf_counter(), time.process_time()
-    for _ in pool.map(work, starts, batches):
-        pass
-    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-    gigabytes = load.blocks * load.block_bytes / 1e9
-    return _Lap(gigabytes / seconds, cpu / gigabytes)
+def _store(contestant: Contestant, source: _Source, start: int, keys: Sequence[BlockKey]) -> None:
+    contestant.store(keys, [source.block(start + offset) for offset in range(len(keys))])
 
 
-def _store(contestant: Contestant, source: _Source) -> Callable[[int, list[BlockKey]], None]:
-    return lambda start, keys: contestant.store(keys, [source.block(start + offset) for offset in range(len(keys))])
+def _load(contestant: Contestant, targets: Targets, _: int, keys: Sequence[BlockKey]) -> None:
+    contestant.load(keys, targets.of_this_thread(len(keys)))
 
 
-def _load(contestant: Contestant, targets: _Targets) -> Callable[[int, list[BlockKey]], None]:
-    return lambda _, keys: contestant.load(keys, targets.of_this_thread()[: len(keys)])
-
-
-def _figure(
-    load: Workload, laps: dict[tuple[str, str], list[_Lap]], op: str, contestant: str, reference: str
-) -> Figure:
+def _figure(load: Workload, laps: Laps, op: str, contestant: str, reference: str) -> Figure:
     own = [lap.gb_per_s for lap in laps[op, contestant]]
     against = [lap.gb_per_s for lap in laps[op, reference]]
     return Figure(
@@ -162,21 +142,12 @@ def _sources(load: Workload) -> int:
     return min(load.blocks, max(1, _SOURCE_BYTES // load.block_bytes))
 
 
-def _memory(load: Workload) -> NDArray[np.uint8]:
-    """Page-aligned blocks in one piece of memory, every page of it touched: first what is stored, then targets."""
-    stride = -(-load.block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    rows = _sources(load) + load.threads * load.batch
-    memory: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, rows * stride), np.uint8).reshape(rows, stride)
-    memory.fill(1)
-    return memory
-
-
 class _Source:
     """What is stored: random bytes, other ones in each round; more blocks than fit repeat them under other keys."""
 
     def __init__(self, load: Workload, memory: NDArray[np.uint8]) -> None:
         self._random = np.random.default_rng()
-        self._blocks: list[memoryview] = [row[: load.block_bytes].data for row in memory[: _sources(load)]]
+        self._blocks: list[memoryview] = [row[: load.block_bytes].data for row in memory]
 
     def refill(self) -> None:
         for block in self._blocks:
@@ -187,25 +158,6 @@ class _Source:
         return self._blocks[index % len(self._blocks)]
 
 
-class _Targets:
-    """What is loaded into: a batch of blocks for each thread, handed to it at its first load."""
-
-    def __init__(self, load: Workload, memory: NDArray[np.uint8]) -> None:
-        blocks: list[memoryview] = [row[: load.block_bytes].data for row in memory[_sources(load) :]]
-        self._free: Iterator[list[memoryview]] = iter(
-            [blocks[start : start + load.batch] for start in range(0, len(blocks), load.batch)]
-        )
-        self._taking = threading.Lock()
-        self._own = threading.local()
-
-    def of_this_thread(self) -> list[memoryview]:
-        if not hasattr(self._own, "blocks"):
-            with self._taking:
-                self._own.blocks = next(self._free)
-        blocks: list[memoryview] = self._own.blocks
-        return blocks
-
-
 def _settle(contestant: Contestant) -> str:
     """Write back what is dirty and drop the page cache; what was possible, in words."""
     os.sync()
@@ -214,7 +166,7 @@ def _settle(contestant: Contestant) -> str:
             switch.write("3")
     except OSError:
         return _advise_away(contestant)
-    return "page cache dropped before each step"
+    return "page cache dropped before each store and each cold load"
 
 
 def _advise_away(contestant: Contestant) -> str:

@@ -16,12 +16,14 @@ from kvstore.bench import (
     ChecksumAlone,
     Contestant,
     Figure,
+    MemoryCopy,
     RawFiles,
     TierUnderTest,
     VllmFs,
     Workload,
     race,
 )
+from kvstore.bench.runner import OPERATIONS
 from kvstore.cli._common import emit_json, json_option, open_to_inspect, print_table, progress
 from kvstore.errors import CapacityMismatchError
 from kvstore.interrupts import uninterrupted
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["bench"]
 
-_AGAINST = ("raw", "vllm-fs", "crc", "client")
+_AGAINST = ("raw", "vllm-fs", "crc", "copy", "client")
 
 
 def _bytes(_: click.Context, __: click.Parameter, given: str | tuple[str, ...]) -> int | tuple[int, ...]:
@@ -53,8 +55,8 @@ def _bytes(_: click.Context, __: click.Parameter, given: str | tuple[str, ...]) 
     multiple=True,
     default=["raw"],
     show_default=True,
-    help="What to compare the tier with: the bare device, vLLM's own fs tier, the checksum alone, or bare obstore and"
-    " s3fs. Repeatable; ratios refer to the first.",
+    help="What to compare the tier with: the bare device, vLLM's own fs tier, the checksum alone, numpy.copyto alone,"
+    " or bare obstore and s3fs. Repeatable; ratios refer to the first.",
 )
 @click.option(
     "--block-bytes", callback=_bytes, multiple=True, default=["2MiB"], show_default=True, help="Block size; repeatable."
@@ -83,9 +85,10 @@ def bench(
     """Measure how fast blocks go to and come back from the tier at URL, beside others in the same run.
 
     The tier is driven through its contract, checks on: calls of the size it asks for, from --threads threads. The
-    contestants take turns, with fresh bytes in each round, the page cache dropped before each step where that is
-    permitted. Speeds are medians with their range in 10^9 bytes a second; ratio is each one's speed over that of the
-    first --against, round by round. The benchmark writes --total bytes in a namespace of its own and removes them.
+    contestants take turns, with fresh bytes in each round, the page cache dropped before each store and each cold load
+    where that is permitted, and kept for the two passes of warm loads. Speeds are medians with their range in 10^9
+    bytes a second; ratio is each one's speed over that of the first --against, round by round. The benchmark writes
+    --total bytes in a namespace of its own and removes them.
     """
     tier = TierURL.parse(url)
     if max(block_bytes) > total:
@@ -94,7 +97,10 @@ def bench(
     notes: list[str] = []
     against = tuple(dict.fromkeys(against))
     contestants = 1 + len(against) + ("client" in against)
-    with progress("measuring", len(block_bytes) * rounds * 2 * contestants) as advance, _capacity_explained(tier):
+    with (
+        progress("measuring", len(block_bytes) * rounds * len(OPERATIONS) * contestants) as advance,
+        _capacity_explained(tier),
+    ):
         for nbytes in block_bytes:
             with ExitStack() as stack:
                 with uninterrupted():
@@ -105,7 +111,7 @@ def bench(
                 load = Workload.of(
                     block_bytes=nbytes, total=total, threads=threads, batch_bytes=store.batch_bytes, rounds=rounds
                 )
-                measured, told = race([store, *others], others[0].name, load, advance)
+                measured, told = race([store, *others], others[0].name, load, advance, store.operations)
                 figures += measured
             notes += [*store.notes, *(note for other in others for note in other.notes), *told]
     notes = list(dict.fromkeys(notes))
@@ -121,6 +127,8 @@ def _others(tier: TierURL, against: str, scratch: Path | None, block_bytes: int,
         return [BareObstore(tier), BareS3fs(tier)]
     if against == "crc":
         return [ChecksumAlone()]
+    if against == "copy":
+        return [MemoryCopy(block_bytes)]
     folder = scratch or _beside(tier, notes)
     return [VllmFs(folder) if against == "vllm-fs" else RawFiles(folder, block_bytes)]
 

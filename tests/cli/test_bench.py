@@ -11,8 +11,10 @@ import pytest
 from cli_helpers import KEYS, QUICK, machine
 
 import kvstore
-from kvstore.bench import RawFiles, TierUnderTest
+from kvstore.bench import MemoryCopy, RawFiles, TierUnderTest, Workload
+from kvstore.bench.runner import OPERATIONS
 from kvstore.cli import EXIT_OK, EXIT_USAGE, run
+from kvstore.demo.worker import WorkerFailed
 from kvstore.errors import ConfigurationError, InvalidOptionError, StoreNotFoundError, TierUnavailable
 from kvstore.url import TierURL
 
@@ -54,10 +56,7 @@ def test_bench_measures_the_tier_and_the_bare_device_at_every_size(
     )
     figures = told["results"]
     assert [(figure["block_bytes"], figure["op"], figure["contestant"]) for figure in figures] == [
-        (nbytes, op, contestant)
-        for nbytes in (65536, 5000)
-        for op in ("store", "load_cold")
-        for contestant in ("kvstore", "raw")
+        (nbytes, op, contestant) for nbytes in (65536, 5000) for op in OPERATIONS for contestant in ("kvstore", "raw")
     ]
     for figure in figures:
         assert set(figure) == KEYS_OF_A_FIGURE
@@ -67,6 +66,8 @@ def test_bench_measures_the_tier_and_the_bare_device_at_every_size(
     assert all(figure["ratio"] == 1 for figure in figures if figure["contestant"] == "raw")
     assert all(figure["ratio"] > 0 for figure in figures)
     assert any("page cache" in note for note in told["notes"])
+    apart = [note for note in told["notes"] if "load_warm is timed in a process of its own" in note]
+    assert len(apart) == (scheme == "lmdb")
     assert any(note.startswith("raw: ") and ("direct" in note or "buffered" in note) for note in told["notes"])
 
 
@@ -118,12 +119,12 @@ def test_a_tier_under_test_reports_what_went_wrong_instead_of_a_figure(scheme: s
 
 
 def test_several_contestants_take_part_in_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = machine(capsys, "bench", f"file://{tmp_path}/kv", "--against", "crc", "--against", "raw", *QUICK)
+    told = machine(capsys, "bench", f"file://{tmp_path}/kv", "--against", "crc", "--against", "copy", *QUICK)
     assert [(figure["op"], figure["contestant"]) for figure in told["results"]] == [
-        (op, contestant) for op in ("store", "load_cold") for contestant in ("kvstore", "crc", "raw")
+        (op, contestant) for op in OPERATIONS for contestant in ("kvstore", "crc", "copy")
     ]
     assert all(figure["ratio"] == 1 for figure in told["results"] if figure["contestant"] == "crc")
-    assert told["against"] == ["crc", "raw"]
+    assert told["against"] == ["crc", "copy"]
     assert not list(tmp_path.iterdir())
 
 
@@ -133,3 +134,23 @@ def test_the_tier_of_vllm_wants_vllm(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert run(["bench", f"file://{tmp_path}/kv", "--against", "vllm-fs", *QUICK]) == EXIT_USAGE
     assert "pip install vllm" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_copy_brings_the_same_bytes_back_and_keeps_nothing() -> None:
+    with MemoryCopy(5000) as copy:
+        copy.expect(KEYS[:2])
+        copy.store(KEYS[:2], [memoryview(bytes([number]) * 5000) for number in (7, 8)])
+        into = [memoryview(bytearray(5000)) for _ in range(2)]
+        copy.load(KEYS[:2], into)
+        assert [bytes(block) for block in into] == [b"\7" * 5000, b"\10" * 5000]
+        copy.clear(KEYS[:2])
+        with pytest.raises(KeyError):
+            copy.load(KEYS[:1], into[:1])
+
+
+def test_a_process_of_its_own_that_does_not_find_a_block_gives_no_figure(tmp_path: Path) -> None:
+    load = Workload.of(block_bytes=4096, total=8192, threads=2, batch_bytes=4096, rounds=1)
+    with TierUnderTest(TierURL.parse(f"lmdb://{tmp_path}/kv"), 4096, 1 << 20) as tier:
+        tier.store(KEYS[:1], [memoryview(bytes(4096))])
+        with pytest.raises(WorkerFailed, match="not every block is there"):
+            tier.warm_elsewhere(load, KEYS[:2], 1)

@@ -43,7 +43,7 @@ def test_bench_of_a_shipped_backend_leaves_nothing_behind(
     (tmp_path / "mount").mkdir()
     for name in ("new", "mount"):
         told = machine(capsys, "bench", f"{scheme}://{tmp_path}/{name}", *QUICK)
-        assert len(told["results"]) == 4
+        assert len(told["results"]) == 8
     assert list(tmp_path.rglob("*")) == [tmp_path / "mount"]
 
 
