@@ -17,6 +17,7 @@ import errno
 import json
 import os
 import re
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import NewerFormatError, NotAStoreError, OlderFormatError, StoreOpenError, StoreSealedError
@@ -127,6 +128,17 @@ class NamespaceTree:
                 found |= {f"{folder}/{array.name}/{METADATA_NAME}": self._of_arrays[group] for array in arrays}
         return found
 
+    def is_contradicted(self, root: Path) -> bool:
+        """Whether the manifest says of how blocks are sealed what none of the arrays that stand below `root` says."""
+        said = set[str]()
+        for path in self.all_documents(root):
+            with suppress(OSError, ValueError, LookupError, TypeError):
+                (sharding,) = json.loads(read_document(root / path))["codecs"]
+                codecs = {codec["name"]: codec for codec in sharding["configuration"]["codecs"]}
+                sealed = codecs.get(SEAL_CODEC)
+                said.add(PLAIN if sealed is None else sealed["configuration"]["keyring"])
+        return bool(said) and self.seal not in said
+
     def _namespace_document(self) -> dict[str, Any]:
         facts = {
             "format": FORMAT_VERSION,
@@ -183,6 +195,9 @@ def read_namespace(folder: Path, seal: str | None = None) -> NamespaceTree | Non
     return parse_namespace(data, folder.name, place, seal)
 
 
+_REMEDY = "kvstore verify --repair writes that of a local tier anew; elsewhere restore it, or move its folder away"
+
+
 def parse_namespace(data: bytes, name: str, place: str, seal: str | None = None) -> NamespaceTree | None:
     """The namespace that the manifest `data` describes, found at `place` in a folder called `name`; None if it is none.
 
@@ -201,7 +216,7 @@ def parse_namespace(data: bytes, name: str, place: str, seal: str | None = None)
     try:
         namespace = Namespace.from_manifest(facts["namespace"])
     except (KeyError, TypeError, ValueError) as error:
-        raise NotAStoreError(f"{place} does not describe a namespace: {error!r}") from error
+        raise NotAStoreError(f"{place} does not describe a namespace ({error!r}): {_REMEDY}") from error
     if not fingerprint == namespace.name == name:
         raise NotAStoreError(
             f"{place} describes namespace {namespace.name}, in a folder named {name}: it was changed or renamed; move"
@@ -224,7 +239,7 @@ def is_namespace_name(name: str) -> bool:
 def _check_unreadable(name: str, place: str, error: Exception) -> None:
     """What cannot be read is nobody's concern, unless it stands where a namespace's manifest does."""
     if is_namespace_name(name):
-        raise NotAStoreError(f"{place} is no manifest that can be read ({error!r})") from error
+        raise NotAStoreError(f"{place} is no manifest that can be read ({error!r}): {_REMEDY}") from error
 
 
 def namespaces_in(root: Path, seal: str | None = None) -> tuple[list[NamespaceTree], dict[str, StoreOpenError]]:

@@ -21,6 +21,7 @@ from kvstore.errors import (
     StoreFullError,
     StoreNotFoundError,
     StoreOpenError,
+    StoreSealedError,
 )
 from kvstore.files import make_folder
 from kvstore.namespace import FINGERPRINT_BYTES
@@ -130,7 +131,13 @@ def _check_location(root: Path, url: TierURL) -> Sealer | None:
         raise StoreFullError(
             f"{root}: capacity={capacity.bytes} is too small for even an empty tier: give at least {LEAST_CAPACITY}"
         )
-    return open_sealer(url, {tree.seal for tree in trees})
+    try:
+        return open_sealer(url, {tree.seal for tree in trees})
+    except StoreSealedError:
+        sound = [tree for tree in trees if not tree.is_contradicted(root)]
+        if len(sound) == len(trees):
+            raise
+    return open_sealer(url, {tree.seal for tree in sound}, readonly=True)  # a damaged manifest is set aside later
 
 
 def _open_parts(

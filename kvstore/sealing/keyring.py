@@ -12,6 +12,7 @@ open, so that no other can get its inode, and compares. So a key that was destro
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import stat
 import threading
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["DataKey", "Keyring", "Ring"]
 
 _MODE = 0o600
+_log = logging.getLogger("kvstore.sealing")
 
 
 class DataKey(NamedTuple):
@@ -79,9 +81,16 @@ class Keyring:
             os.close(file)
             raise KeyringError(
                 f"{path} was made with another operator's key than encryption= names: give that one (kvstore rekey"
-                " changes it)"
+                " changes it); or it is damaged: restore it from a copy"
             )
         self._take(self._document, file)
+        damaged = sorted({entry.tenant for entry in self._document.keys if entry.id not in self._ring.keys})
+        if damaged:
+            _log.warning(
+                "%s: data keys of %s are damaged: what is sealed with them is a miss until the keyring is restored from"
+                " a copy",
+                *(path, ", ".join(map(repr, damaged))),
+            )
 
     @classmethod
     def open(cls, path: str | Path, operator_key: bytes, *, create: bool = True) -> Self:

@@ -45,7 +45,12 @@ class Opened:
 
 def read_keys(keyring: Path, operator_key: bytes) -> Keys:
     """What the keyring has. Raises whatever comes of one that is torn, damaged, or of another operator's key."""
-    document: dict[str, Any] = json.loads(keyring.read_bytes())
+    return keys_in(keyring.read_bytes(), operator_key)
+
+
+def keys_in(text: bytes, operator_key: bytes) -> Keys:
+    """What a keyring of that text has."""
+    document: dict[str, Any] = json.loads(text)
     if document["kvstore_keyring"] != 1:
         raise ValueError(f"a keyring of version {document['kvstore_keyring']}")
     unhex, operator = bytes.fromhex, AESGCM(operator_key)

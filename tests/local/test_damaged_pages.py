@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import random
+import secrets
 import shutil
 import struct
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 from local_helpers import HIT, MISS, TINY, catalogue_of
@@ -30,16 +31,36 @@ LARGE = Namespace("large", "revision-1", (BlockLayout.opaque(20_000),), block_to
 KINDS = {1: "branch", 2: "leaf", 4: "value", 8: "header"}
 
 
+class Whole(NamedTuple):
+    """A tier that was closed: what it is reached by, where it is, and with which options."""
+
+    scheme: str
+    path: Path
+    options: str = ""
+
+
 @pytest.fixture(scope="module", params=["file", "lmdb"])
-def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A tier that was closed, with every kind of page in its environment; what it is reached by, and where it is."""
-    path = tmp_path_factory.mktemp("whole") / "tier"
-    with open_store(f"{request.param}://{path}") as store:
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """One with every kind of page in its environment."""
+    return made(Whole(request.param, tmp_path_factory.mktemp("whole") / "tier"))
+
+
+@pytest.fixture(scope="module", params=["file", "lmdb"])
+def sealed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """The same, encrypted."""
+    folder = tmp_path_factory.mktemp("sealed")
+    (folder / "operator.key").write_text(secrets.token_hex(32))
+    options = f"?encryption=file:{folder}/operator.key&keyring={folder}/keyring.json"
+    return made(Whole(request.param, folder / "tier", options))
+
+
+def made(whole: Whole) -> Whole:
+    with open_store(f"{whole.scheme}://{whole.path}{whole.options}") as store:
         store.put_many(TINY, writes(range(300), TINY))
         store.put_many(LARGE, writes(range(30), LARGE))
         store.delete_many(TINY, keys(range(100, 140)))
         store.delete_many(LARGE, keys(range(5)))
-    return request.param, path
+    return whole
 
 
 def classes(raw: bytes) -> dict[str, list[int]]:
@@ -108,9 +129,9 @@ def surveys(urls: Iterable[str]) -> list[str]:
     return [survey(url) for url in urls for _ in range(2)]
 
 
-def check_damage(whole: tuple[str, Path], root: Path, child: Executor, kind: str, chance: random.Random) -> None:
+def check_damage(whole: Whole, root: Path, child: Executor, kind: str, chance: random.Random) -> None:
     """Do each harm to some page of that kind, each in a copy, and let another process use them all."""
-    scheme, path = whole
+    scheme, path, options = whole
     raw = catalogue_of(path).read_bytes()
     numbers = classes(raw).get(kind, [])
     copies = [root / str(place) for place in range(len(HARMS) if numbers else 0)]
@@ -121,25 +142,32 @@ def check_damage(whole: tuple[str, Path], root: Path, child: Executor, kind: str
             os.pwrite(
                 file.fileno(), harm(raw[number * PAGE :][:PAGE], raw[other * PAGE :][:PAGE], chance), number * PAGE
             )
-    told = child.submit(surveys, [f"{scheme}://{copy}" for copy in copies]).result()
+    told = child.submit(surveys, [f"{scheme}://{copy}{options}" for copy in copies]).result()
     assert set(told[::2]) <= ({"fine"} if scheme == "file" else {"fine", "unavailable"})
     assert set(told[1::2]) <= {"fine"}
 
 
 @pytest.mark.parametrize("kind", ["header", "branch", "leaf", "value", "rest"])
 def test_no_page_of_lmdb_ends_the_process_or_serves_a_wrong_byte(
-    whole: tuple[str, Path], root: Path, fresh_process: Executor, kind: str
+    whole: Whole, root: Path, fresh_process: Executor, kind: str
 ) -> None:
     check_damage(whole, root, fresh_process, kind, random.Random(f"{whole[0]} {kind}"))
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "leaf" else pytest.mark.soak) for kind in (*KINDS.values(), "rest")]
+)
+def test_nor_does_any_where_blocks_are_encrypted(sealed: Whole, root: Path, fresh_process: Executor, kind: str) -> None:
+    check_damage(sealed, root, fresh_process, kind, random.Random(f"sealed {sealed.scheme} {kind}"))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_whichever_inner_page_is_zeroed_nobody_is_ended_by_it(
-    whole: tuple[str, Path], root: Path, fresh_process: Executor
+    whole: Whole, root: Path, fresh_process: Executor
 ) -> None:
     """LMDB alone ends a process at one in ten of them, when a cursor comes by. That each is seen: `test_lmdb_pages`."""
-    scheme, path = whole
+    scheme, path, options = whole
     found = classes(catalogue_of(path).read_bytes())
     copies: list[str] = []
     for number in found["leaf"] + found["branch"]:
@@ -147,14 +175,14 @@ def test_whichever_inner_page_is_zeroed_nobody_is_ended_by_it(
         shutil.copytree(path, copy)
         with catalogue_of(copy).open("r+b") as file:
             os.pwrite(file.fileno(), bytes(PAGE), number * PAGE)
-        copies.append(f"{scheme}://{copy}")
+        copies.append(f"{scheme}://{copy}{options}")
     assert set(fresh_process.submit(looks, copies).result()) <= {HIT, MISS}
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", ["header", "branch", "leaf", "value", "rest"])
-def test_nor_does_any_of_many_pages(whole: tuple[str, Path], root: Path, fresh_process: Executor, kind: str) -> None:
+def test_nor_does_any_of_many_pages(whole: Whole, root: Path, fresh_process: Executor, kind: str) -> None:
     chance = random.Random()
     for _ in range(40):
         check_damage(whole, root, fresh_process, kind, chance)
@@ -162,9 +190,9 @@ def test_nor_does_any_of_many_pages(whole: tuple[str, Path], root: Path, fresh_p
 
 
 def test_a_damaged_value_page_costs_its_block_alone_once_it_is_repaired(
-    whole: tuple[str, Path], root: Path, capsys: pytest.CaptureFixture[str]
+    whole: Whole, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scheme, path = whole
+    scheme, path, _ = whole
     if scheme == "file":
         pytest.skip("its blocks are files")
     shutil.copytree(path, root)
