@@ -60,6 +60,12 @@ class Graveyard:
         self._look()
         return self.known(names)
 
+    def knows_any(self, *, looking: bool = True) -> bool:
+        """Whether any block is refused, as far as is known here; `looking`: after a look at what others buried."""
+        if looking:
+            self._look()
+        return bool(self._known)
+
     def known(self, names: Iterable[str]) -> set[str]:
         """Those of the blocks that are not to be served, as far as is known here."""
         return {name for name in names if name in self._known} if self._known else set()

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockingCalls"]
 
-PAUSE = 200e-6
-"""Seconds between two steps of a call that waits."""
 LOOK_AHEAD = 256
 """Blocks of a prefix that are asked for at once; a lookup costs about a microsecond each."""
 STEP_BYTES = 16 << 20
@@ -65,6 +63,10 @@ class BlockingCalls(ABC):
 
     @abstractmethod
     def _turn(self, budget: float = float("inf")) -> None: ...
+
+    @abstractmethod
+    def _rest(self) -> None:
+        """Hand over what was asked for, and collect what ends next."""
 
     @property
     @abstractmethod
@@ -134,8 +136,7 @@ class BlockingCalls(ABC):
             here = _leading_hits(answers)
             if here == len(wanted) or answers[here] is LookupResult.MISS or time.monotonic() > deadline:
                 return here
-            self._turn()
-            time.sleep(PAUSE)
+            self._rest()
 
     def _wait_for_slot(self, block: BlockWrite, deadline: float) -> NDArray[np.uint8] | None:
         """A view to write the block into; None where it is here already, or nothing became free in time."""
@@ -147,8 +148,7 @@ class BlockingCalls(ABC):
                 )[0]
                 if late or view is not None:
                     return view
-            self._turn()
-            time.sleep(PAUSE)
+            self._rest()
         return None
 
     def _arrivals(
@@ -164,11 +164,11 @@ class BlockingCalls(ABC):
                 loaded = arrived
                 deadline = time.monotonic() + timeout
                 yield loaded
+                self._turn()
             elif answers[0] is LookupResult.MISS or time.monotonic() > deadline:
                 return
             else:
-                time.sleep(PAUSE)
-            self._turn()
+                self._rest()
 
     def _deliver(
         self, keys: Sequence[BlockKey], start: int, stop: int, deliver: Callable[[int, NDArray[np.uint8]], None]

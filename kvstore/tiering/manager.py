@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import ShutdownTimeout
 from kvstore.marks import Mark
-from kvstore.tiering.blocking import PAUSE, BlockingCalls
+from kvstore.tiering.blocking import BlockingCalls
 from kvstore.tiering.policy import DEFAULT_POLICY
 from kvstore.tiering.primary import PrimaryTier
 from kvstore.tiering.promises import Promises
 from kvstore.tiering.promotion import Promotions
 from kvstore.tiering.secondary import SecondaryTier
+from kvstore.tiering.transfer import Bell
 from kvstore.tiering.warm import warming_of
 from kvstore.types import NO_PARENT, NO_POSITION, LookupResult
 
@@ -48,6 +49,11 @@ __all__ = ["ManagerStats", "TieringManager"]
 STEP_SHARE, STEP_BUDGET_MIN, STEP_BUDGET_MAX = 0.004, 10e-6, 60e-6
 """A step may spend this share of the time since the last one, within these bounds in seconds, on each tier's ended
 transfers, and as much on starting promotions; the rest waits for the next step."""
+
+PAUSE, REST = 200e-6, 2e-3
+"""A call that waits looks at most every 200 µs what has ended, and every 2 ms whether something is overdue. One that
+did not wait for news spent a third of a core on looking, beside transfers that wanted it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +130,9 @@ class TieringManager(BlockingCalls):
         self.primary = primary
         begin_warming = warming_of(tiers, namespace, archives)
         self._tiers = _opened(tiers, namespace, primary.slots * primary.slot_bytes // 2)
+        self._bell = Bell()
+        for tier in self._tiers:
+            tier.ring(self._bell)
         self._store_slots = max(1, primary.slots - max(1, primary.slots // 4))
         self._promises = Promises(primary, hold)
         self._promotions = Promotions(self._tiers, slot_timeout=slot_timeout, miss_age=miss_age)
@@ -263,6 +272,12 @@ class TieringManager(BlockingCalls):
         for tier in self._tiers:
             tier.submit()
 
+    def _rest(self) -> None:
+        self._turn()
+        time.sleep(PAUSE)
+        self._bell.wait(REST)
+        self._turn()
+
     def stats(self) -> ManagerStats:
         """Counters and what is under way at this moment; walks over all slots."""
         return ManagerStats(
@@ -288,7 +303,7 @@ class TieringManager(BlockingCalls):
                 return True
             if time.monotonic() > deadline:
                 return False
-            time.sleep(PAUSE)
+            self._rest()
 
     def close(self, timeout: float = 10.0) -> None:
         """Let queued stores finish, close the tiers, within `timeout` seconds. A second call does nothing.

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvstore.namespace import Namespace
     from kvstore.tiering.breaker import Breaker
     from kvstore.tiering.counters import Counters
+    from kvstore.tiering.transfer import Bell
     from kvstore.types import BlockKey
 
 __all__ = ["Questions"]
@@ -37,6 +38,10 @@ class Questions:
         self._thread: TransferPool[Lookup] = TransferPool(1, f"kvstore-{store.url.scheme}-lookup")
         self._noted: dict[BlockKey, None] = {}
         self._asking: Lookup | None = None
+
+    def ring(self, bell: Bell) -> None:
+        """Ring `bell` whenever a call has ended."""
+        self._thread.bell = bell
 
     @property
     def idle(self) -> bool:

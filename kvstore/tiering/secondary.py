@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvstore.marks import Mark
     from kvstore.namespace import Namespace
     from kvstore.tiering.primary import Slot
+    from kvstore.tiering.transfer import Bell
     from kvstore.types import BlockKey
     from kvstore.url import TierURL
 
@@ -125,6 +126,11 @@ class SecondaryTier:
         A call that is under way ends as it began.
         """
         self._namespace = self._questions.namespace = self._hints.namespace = namespace
+
+    def ring(self, bell: Bell) -> None:
+        """Ring `bell` whenever there is something for `poll` to collect."""
+        self._transfers.bell = bell
+        self._questions.ring(bell)
 
     # Notes, taken at once and handed on by `submit`.
 

@@ -1,8 +1,8 @@
 """The I/O pool: threads on which blocking calls to a backend run, so that the scheduler's thread never makes one.
 
 A job goes in by `submit`, is run by some thread, and comes out of `collect`, which the scheduler's thread polls once
-per step: nothing calls back into that thread, and nothing wakes it. Loads overtake stores, and stores never occupy
-the last thread, so that a load waits for no store.
+per step: nothing calls back into that thread. Who has no step to make can wait for a `Bell`. Loads overtake stores, and
+stores never occupy the last thread, so that a load waits for no store.
 
 The threads are daemons of our own: those of `concurrent.futures` are joined at interpreter exit, and one call that
 hangs in a backend would hang the exit with it.
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Job", "Once", "TransferPool", "default_threads"]
+__all__ = ["Bell", "Job", "Once", "TransferPool", "default_threads"]
 
 J = TypeVar("J", bound="Job")
 
@@ -54,6 +54,26 @@ class Once:
     def taken(self) -> bool:
         """Whether somebody was first already."""
         return not self._token
+
+
+class Bell:
+    """Rung whenever a job has ended: what somebody waits for who has nothing else to do.
+
+    One C lock, held while it is silent: who rings never waits, and rings that nobody waited for are one ring.
+    """
+
+    def __init__(self) -> None:
+        self._silent = threading.Lock()
+        self._silent.acquire()
+
+    def ring(self) -> None:
+        """Wake who waits, or who waits next."""
+        with contextlib.suppress(RuntimeError):  # rung already
+            self._silent.release()
+
+    def wait(self, timeout: float) -> None:
+        """Until it is rung, or was since the last call; at most `timeout` seconds. For one thread."""
+        self._silent.acquire(timeout=timeout)
 
 
 class Job(ABC):
@@ -110,6 +130,7 @@ class TransferPool(Generic[J]):
         if threads < 1:
             raise ValueError(f"a transfer pool needs at least one thread, not {threads}")
         self.threads = threads
+        self.bell = Bell()
         self.patient_threads = min(max(1, threads - 1), patient or threads)
         self._taking = threading.Lock()  # between the pool's threads only
         self._urgent: deque[J] = deque()
@@ -166,6 +187,7 @@ class TransferPool(Generic[J]):
                 jobs[0].run(jobs[1:])
                 self._done.extend(jobs)
                 self._ended(jobs[0])
+                self.bell.ring()
                 del jobs  # an idle thread keeps no buffer alive
 
     def _take(self) -> list[J]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,11 @@ from tiering_helpers import BLOCK, HIT, PATIENCE, PROMPT, content, engine_store,
 
 from kvstore import open_store
 from kvstore.testing.faults import slow
+from kvstore.tiering.transfer import Bell
 
 if TYPE_CHECKING:
     from kvstore.testing.faults import FaultyStore, Hanging
+    from kvstore.tiering import TieringManager
 
 
 def test_load_prefix_ends_at_the_first_block_that_is_lacking(url: str) -> None:
@@ -88,3 +91,44 @@ def test_draining_tells_whether_it_was_enough(store: FaultyStore, hanging: Hangi
         hanging.release()
         assert manager.drain(PATIENCE)
     assert intact(store.inner, PROMPT[:1]) == [True]
+
+
+def test_a_call_that_waits_is_woken_by_what_ends_and_does_not_look_meanwhile(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.tiering.manager.REST", PATIENCE)
+    fill(str(store.url), PROMPT)
+    store.plan["contains"] = store.plan["get"] = slow(0.1)
+    with managed(store) as manager:
+        begin, turns = time.monotonic(), counted(manager)
+        assert manager.prefetch(PROMPT[:1]) == 1
+        assert turns[0] <= 8, "it asks, hears, loads, and has"
+        assert manager.store(writes(keys(3, "b"))) == 3
+        assert manager.drain(PATIENCE)
+        assert time.monotonic() - begin < PATIENCE / 2, "it is told, and waits for no time-out"
+
+
+def counted(manager: TieringManager) -> list[int]:
+    """How often this manager takes its turn from now on."""
+    turns, turn = [0], manager._turn
+
+    def counting(budget: float = float("inf")) -> None:
+        turns[0] += 1
+        turn(budget)
+
+    manager._turn = counting  # type: ignore[method-assign]
+    return turns
+
+
+def test_a_bell_that_was_rung_before_anybody_waited_is_heard_once() -> None:
+    bell = Bell()
+    bell.ring()
+    bell.ring()
+    begin = time.monotonic()
+    bell.wait(PATIENCE)
+    assert time.monotonic() - begin < PATIENCE / 2
+    bell.wait(0.01)
+    threading.Timer(0.01, bell.ring).start()
+    begin = time.monotonic()
+    bell.wait(PATIENCE)
+    assert time.monotonic() - begin < PATIENCE / 2

@@ -121,11 +121,9 @@ class OneBlock:
         data keys of an encrypted tier.
         """
         path = tree.block(key)
-        found = self._read(tree, ring, key, into)
-        if found is Unsealed.DAMAGED:
-            found = self._read(
-                tree, ring, key, into
-            )  # once more: it may have been damaged on its way, and be whole there
+        found = self._read(tree, ring, key, path, into)
+        if found is Unsealed.DAMAGED:  # once more: it may have been damaged on its way, and be whole there
+            found = self._read(tree, ring, key, path, into)
         if found is Unsealed.DAMAGED and self._is_foreign(path):
             found = Unsealed.UNKNOWN
         if found is Unsealed.UNKNOWN:  # another process may have the key, or be a later kvstore
@@ -147,14 +145,14 @@ class OneBlock:
         return GetOutcome.HIT
 
     def _read(
-        self, tree: NamespaceTree, ring: Ring | None, key: BlockKey, into: NDArray[np.uint8]
+        self, tree: NamespaceTree, ring: Ring | None, key: BlockKey, path: str, into: NDArray[np.uint8]
     ) -> BlockFacts | Unsealed | None:
         """Bring the block into the caller's buffer, and hold everything against what was asked for; else why not. None
         where there is none.
         """
-        frame, path = tree.frames[key.group], tree.block(key)
+        frame = tree.frames[key.group]
         if ring is not None:
-            return self._read_sealed(tree, key, into, ring)
+            return self._read_sealed(tree, key, path, into, ring)
         closing = np.empty(frame.closing, np.uint8)
         size = self._client.get_into(path, [into[: frame.whole], closing] if frame.whole else [closing])
         if size is None:
@@ -166,11 +164,11 @@ class OneBlock:
         return facts if frame.payload_is_intact(closing, into) else Unsealed.DAMAGED
 
     def _read_sealed(
-        self, tree: NamespaceTree, key: BlockKey, into: NDArray[np.uint8], ring: Ring
+        self, tree: NamespaceTree, key: BlockKey, path: str, into: NDArray[np.uint8], ring: Ring
     ) -> BlockFacts | Unsealed | None:
         frame = tree.frames[key.group]
         file = np.empty(frame.file_bytes, np.uint8)
-        size = self._client.get_into(tree.block(key), [file])
+        size = self._client.get_into(path, [file])
         if size is None:
             return None
         found = unseal_file(file, tree, key, into, ring) if size == frame.file_bytes else Unsealed.DAMAGED

@@ -236,10 +236,10 @@ class ObjectZarrStore(BlockStore):
 
     def _refused(self, tree: NamespaceTree, keys: Sequence[BlockKey], *, looking: bool = True) -> set[BlockKey]:
         """Those of the blocks that were purged a short while ago, as far as is known here."""
-        if not self._may_be_purged:
+        if not self._may_be_purged or not self._graves.knows_any(looking=looking):
             return set()
         paths = {tree.block(key): key for key in keys}
-        return {paths[path] for path in (self._graves.refused if looking else self._graves.known)(paths)}
+        return {paths[path] for path in self._graves.known(paths)}
 
     def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
         with self._at_work():
