@@ -153,7 +153,7 @@ def _checksum_in(header: bytes, payload_bytes: int, address: bytes, flags: int =
 
 
 def is_left_alone(value: memoryview, address: bytes | None = None) -> bool:
-    """Whether `value`, no block of ours, is one of a later kvstore, which reads it; of that address, if one is given."""
+    """Whether `value`, no block of ours, is one of a later kvstore, which reads it; of `address`, if given."""
     header = bytes(value[:HEADER_BYTES])
     if len(header) != HEADER_BYTES or crc32c(header[: _FIELDS.size]) != _CRC.unpack_from(header, _FIELDS.size)[0]:
         return False
