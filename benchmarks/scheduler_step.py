@@ -7,6 +7,8 @@ and unpins what has arrived, stores new blocks, finishes requests, and calls `st
 the primary tier already and nothing is stored; in the busy run every request comes from the tier, so that 32
 transfers of 2 MiB are in flight. Both alternate in slices, in one process, so that the machine is the same for both.
 
+`kvstore bench --step` says what a step costs beside vLLM's own tier; what takes 1 ms, and the clock, come from there.
+
 Two ways to wait between steps: `pace` 0 runs step after step and never lets go of the GIL, `pace` 1 sleeps 1 ms as a
 scheduler does that waits for its GPU. The promise: every call p99 <= 200 µs, and the step's busy p99 <= 3 x its idle
 p99. A machine that does other things as well is slower than both in idle, too: keep them out (`nice -n -20`, and where
@@ -24,8 +26,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,12 +45,13 @@ from kvstore import (
     Usage,
     open_store,
 )
+from kvstore.bench.steps import Clock, calibrated_rounds, python_work
 from kvstore.integrity import crc32c
 from kvstore.layout import as_bytes
 from kvstore.tiering import SecondaryTier, TieringManager
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvstore import BlockInfo, BlockRead
 
@@ -61,7 +62,6 @@ COLD_BLOCKS = 192
 REQUEST_BLOCKS = 8
 REQUESTS = 2
 IN_FLIGHT = 32
-WORK_SECONDS = 1e-3
 CALL_LIMIT_US = 200.0
 STEP_LIMIT = 3.0
 
@@ -114,22 +114,6 @@ class SlowMemoryStore(BlockStore):
         self._blocks.clear()
 
 
-@dataclass
-class Clock:
-    """Durations in seconds, by name of the call."""
-
-    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-
-    def timed(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        begin = time.perf_counter()
-        result = call(*arguments)
-        self.seconds[name].append(time.perf_counter() - begin)
-        return result
-
-    def quantile(self, name: str, share: float) -> float:
-        return float(np.quantile(self.seconds[name], share))
-
-
 def names(prefix: int, count: int) -> list[BlockKey]:
     """Keys of blocks that nobody else has."""
     return [BlockKey(prefix.to_bytes(8, "big") + number.to_bytes(24, "big")) for number in range(count)]
@@ -162,27 +146,6 @@ class Engine:
             given = [key for key, view in zip(fresh, views, strict=True) if view is not None]
             clock.timed("complete_store", manager.complete_store, given)
         clock.timed("step", manager.step)
-
-
-def python_work(rounds: int) -> int:
-    """Pure Python, as a scheduler's own bookkeeping: no call in it releases the GIL."""
-    table: dict[int, int] = {}
-    for number in range(rounds):
-        table[number & 255] = table.get(number & 127, 0) + number
-    return len(table)
-
-
-def calibrated_rounds() -> int:
-    """How much of `python_work` takes about 1 ms here, when nothing else runs."""
-    rounds = 10_000
-    best = min(_seconds(python_work, rounds) for _ in range(50))
-    return max(1, int(rounds * WORK_SECONDS / best))
-
-
-def _seconds(call: Callable[..., object], *arguments: object) -> float:
-    begin = time.perf_counter()
-    call(*arguments)
-    return time.perf_counter() - begin
 
 
 def run_slice(engine: Engine, clock: Clock, rounds: int, pace: float, seconds: float) -> list[int]:

@@ -23,7 +23,23 @@ if TYPE_CHECKING:
     from kvstore.bench.workload import Lap, Workload
     from kvstore.types import BlockKey
 
-__all__ = ["Contestant"]
+__all__ = ["Contestant", "Traffic"]
+
+
+class Traffic(ABC):
+    """Jobs of one contestant that are handed in and asked for by one thread, neither of which waits."""
+
+    @abstractmethod
+    def submit(self, job: int, keys: Sequence[BlockKey], rows: NDArray[np.uint8], *, is_store: bool) -> None:
+        """Begin to move blocks from or into `rows` (blocks by bytes), which are the job's until it has ended."""
+
+    @abstractmethod
+    def ended(self) -> list[int]:
+        """Jobs that have ended since the last call. Raises `TierUnavailable` where one did not move every block."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for what is under way, and end its threads."""
 
 
 class Contestant(ABC):
@@ -72,6 +88,15 @@ class Contestant(ABC):
         """
         del load, keys, passes
         return []
+
+    def traffic(self, memory: NDArray[np.uint8], threads: int) -> Traffic:
+        """What an engine would hand its jobs to, in place of `lend`; every job's rows are rows of `memory`. `threads`:
+        transfers side by side, for whom that is not its own affair.
+        """
+        from kvstore.bench.traffic import BlockingCalls
+
+        self.lend(memory)
+        return BlockingCalls(self, threads)
 
     def files(self) -> list[Path]:
         """Where its bytes are, for advising them out of the page cache one file at a time."""

@@ -27,13 +27,13 @@ class MemoryCopy(Contestant):
     def __init__(self, block_bytes: int) -> None:
         self.notes = ["copy: numpy.copyto between two places in memory, nothing checked"]
         self._block_bytes = block_bytes
-        self._memory: NDArray[np.uint8] | None = None
+        self._free: list[NDArray[np.uint8]] = []
         self._rows: dict[BlockKey, NDArray[np.uint8]] = {}
 
     def expect(self, keys: Sequence[BlockKey]) -> None:
-        if self._memory is None or len(self._memory) < len(keys):
-            self._memory = page_aligned_rows(len(keys), self._block_bytes)
-        self._rows = {key: row[: self._block_bytes] for key, row in zip(keys, self._memory, strict=False)}
+        if len(self._free) < len(keys):
+            self._free.extend(page_aligned_rows(len(keys) - len(self._free), self._block_bytes))
+        self._rows |= {key: self._free.pop()[: self._block_bytes] for key in keys}
 
     def store(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> None:
         for key, source in zip(keys, sources, strict=True):
@@ -44,9 +44,8 @@ class MemoryCopy(Contestant):
             np.copyto(np.frombuffer(target, np.uint8), self._rows[key])
 
     def clear(self, keys: Sequence[BlockKey]) -> None:
-        for key in keys:
-            self._rows.pop(key, None)
+        self._free += [self._rows.pop(key) for key in keys]
 
     def close(self) -> None:
         self._rows.clear()
-        self._memory = None
+        self._free.clear()

@@ -10,6 +10,7 @@ from kvstore.bench.contestant import Contestant
 from kvstore.bench.footprint import Footprint
 from kvstore.bench.fresh import laps_in_a_fresh_process
 from kvstore.bench.runner import OPERATIONS
+from kvstore.bench.traffic import ThroughTheTier
 from kvstore.errors import ConfigurationError, InvalidOptionError, StoreNotFoundError, TierUnavailable
 from kvstore.interrupts import uninterrupted
 from kvstore.layout import BlockLayout
@@ -22,7 +23,11 @@ from kvstore.url import CAPACITY, MODE, READONLY, format_size
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from kvstore.abc import BlockStore
+    from kvstore.bench.contestant import Traffic
     from kvstore.bench.workload import Lap, Workload
     from kvstore.url import Capacity, TierURL
 
@@ -74,13 +79,6 @@ class TierUnderTest(Contestant):
         self.notes += [f"kvstore: {can.io}, checks on", *(f"kvstore: {note}" for note in can.notes)]
         if can.io == "network":
             self.notes.append("kvstore: the 256 documents of a tier's folders are there before the time is taken")
-        if can.io == "mmap":
-            self.notes.append(
-                "kvstore: load_warm is timed in a process of its own: pass 1 fills the page tables of a new mapping,"
-                " pass 2 finds them"
-            )
-        if can.io == "direct":
-            self.notes.append("kvstore: direct I/O reads from the device, load_warm too")
         if can.io in ("buffered", "mmap"):
             self.notes.append("kvstore: a store ends in the page cache; what the device takes later is not in the time")
 
@@ -116,9 +114,19 @@ class TierUnderTest(Contestant):
                 self._store = open_store(self._url)
 
     def warm_elsewhere(self, load: Workload, keys: Sequence[BlockKey], passes: int) -> list[Lap]:
+        if self._io == "direct":
+            self.notes.append("kvstore: direct I/O reads from the device, load_warm too")
         if self._io != "mmap":
             return []
+        self.notes.append(
+            "kvstore: load_warm is timed in a process of its own: pass 1 fills the page tables of a new mapping,"
+            " pass 2 finds them"
+        )
         return laps_in_a_fresh_process(self._url, self._namespace, load, keys, passes)
+
+    def traffic(self, memory: NDArray[np.uint8], threads: int) -> Traffic:
+        del memory
+        return ThroughTheTier(self._open(), self._namespace, threads)
 
     def files(self) -> list[Path]:
         path = Path(self._url.location)

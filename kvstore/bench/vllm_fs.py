@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from kvstore.bench.contestant import Contestant
+from kvstore.bench.contestant import Contestant, Traffic
 from kvstore.errors import MissingDependencyError, StoreAccessError, TierUnavailable
+from kvstore.integrity import address_in_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,6 +63,12 @@ class VllmFs(Contestant):
         self._manager = self._vllm.manager(memory, self._folder)
         self._asks.start()
 
+    def traffic(self, memory: NDArray[np.uint8], threads: int) -> Traffic:
+        del threads
+        self._memory = memory
+        self._manager = self._vllm.manager(memory, self._folder)
+        return _ThroughItsManager(self._manager, self._vllm, memory)
+
     def store(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> None:
         self._call(keys, sources, promotion=False)
 
@@ -76,7 +83,8 @@ class VllmFs(Contestant):
         self._over.set()
         manager, self._manager = self._manager, None
         if manager is not None:
-            self._asks.join()
+            if self._asks.ident is not None:
+                self._asks.join()
             manager.shutdown()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -85,16 +93,13 @@ class VllmFs(Contestant):
 
     def _call(self, keys: Sequence[BlockKey], blocks: Sequence[memoryview], *, promotion: bool) -> None:
         number, answer = next(self._numbers), _Answer()
-        job = self._vllm.job(number, [self._vllm.key(key) for key in keys], self._rows(blocks), promotion=promotion)
+        rows = [_row(np.frombuffer(block, np.uint8), self._memory) for block in blocks]
+        job = self._vllm.job(number, [self._vllm.key(key) for key in keys], rows, promotion=promotion)
         with self._lock:
             self._waiting[number] = answer
             (self._manager.submit_load if promotion else self._manager.submit_store)(job)
         if not answer.given.wait(_LONGEST_CALL_S) or not answer.success:
             raise TierUnavailable(f"vllm-fs: {len(keys)} blocks were not moved; vLLM's log says why")
-
-    def _rows(self, blocks: Sequence[memoryview]) -> list[int]:
-        begin, stride = self._memory.ctypes.data, self._memory.strides[0]
-        return [(np.frombuffer(block, np.uint8).ctypes.data - begin) // stride for block in blocks]
 
     def _ask(self) -> None:
         while not self._over.wait(_POLL_S):
@@ -106,6 +111,37 @@ class VllmFs(Contestant):
                 answer = self._waiting.pop(result.job_id)
                 answer.success = result.success
                 answer.given.set()
+
+
+class _ThroughItsManager(Traffic):
+    """Its jobs, on the thread that drives it: nothing lies between."""
+
+    def __init__(self, manager: Any, vllm: _Vllm, memory: NDArray[np.uint8]) -> None:
+        self._manager, self._vllm, self._memory = manager, vllm, memory
+        self._numbers = count()
+        self._under_way: dict[int, int] = {}
+
+    def submit(self, job: int, keys: Sequence[BlockKey], rows: NDArray[np.uint8], *, is_store: bool) -> None:
+        number = next(self._numbers)
+        first = _row(rows[0], self._memory)
+        names, places = [self._vllm.key(key) for key in keys], list(range(first, first + len(keys)))
+        described = self._vllm.job(number, names, places, promotion=not is_store)
+        (self._manager.submit_store if is_store else self._manager.submit_load)(described)
+        self._under_way[number] = job
+
+    def ended(self) -> list[int]:
+        results = list(self._manager.get_finished_jobs())
+        if not all(result.success for result in results):
+            raise TierUnavailable("vllm-fs: not every block was moved; vLLM's log says why")
+        return [self._under_way.pop(result.job_id) for result in results]
+
+    def close(self) -> None:
+        self._manager.drain_jobs()
+
+
+def _row(block: NDArray[np.uint8], memory: NDArray[np.uint8]) -> int:
+    """Which row of `memory` begins with `block`."""
+    return (address_in_memory(block) - address_in_memory(memory)) // memory.strides[0]
 
 
 class _Answer:

@@ -23,7 +23,9 @@ from kvstore.bench import (
     Workload,
     race,
 )
+from kvstore.bench.plot import SUFFIXES, block_size, check_plotting, plot
 from kvstore.bench.runner import OPERATIONS
+from kvstore.bench.steps import RESTS_S, StepFigure, measure_steps
 from kvstore.cli._common import emit_json, json_option, open_to_inspect, print_table, progress
 from kvstore.errors import CapacityMismatchError
 from kvstore.interrupts import uninterrupted
@@ -43,6 +45,12 @@ def _bytes(_: click.Context, __: click.Parameter, given: str | tuple[str, ...]) 
         return parse_size(given) if isinstance(given, str) else tuple(map(parse_size, given))
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
+
+
+def _plottable(_: click.Context, __: click.Parameter, given: Path | None) -> Path | None:
+    if given is not None and given.suffix.lower() not in SUFFIXES:
+        raise click.BadParameter(f"{given}: the name ends in none of {', '.join(SUFFIXES)}")
+    return given
 
 
 @click.command(
@@ -70,6 +78,17 @@ def _bytes(_: click.Context, __: click.Parameter, given: str | tuple[str, ...]) 
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Where the raw files go; default: the file system of a local URL, else the temporary folder.",
 )
+@click.option(
+    "--step", is_flag=True, help="Time a scheduler's step while the contestants move blocks, instead of their speed."
+)
+@click.option(
+    "--plot",
+    "plot_to",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=_plottable,
+    metavar="FILE",
+    help="Draw throughput against block size into a .png or .svg file.",
+)
 @json_option
 def bench(
     url: str,
@@ -80,6 +99,8 @@ def bench(
     rounds: int,
     own_name: str | None,
     scratch: Path | None,
+    step: bool,
+    plot_to: Path | None,
     as_json: bool,
 ) -> None:
     """Measure how fast blocks go to and come back from the tier at URL, beside others in the same run.
@@ -89,18 +110,26 @@ def bench(
     where that is permitted, and kept for the two passes of warm loads. Speeds are medians with their range in 10^9
     bytes a second; ratio is each one's speed over that of the first --against, round by round. The benchmark writes
     --total bytes in a namespace of its own and removes them.
+
+    With --step every contestant has 64 MiB under way, half stores, half loads, the tier and vllm-fs behind what an
+    engine drives them by, while one thread does 1 ms of Python and asks what has ended, again and again: with a rest of
+    1 ms between, and without one. Idle, contestant alone and both together take turns, --rounds times half a second
+    each; kept is the share of a contestant's own speed that is left to it.
     """
     tier = TierURL.parse(url)
     if max(block_bytes) > total:
         raise click.UsageError(f"--block-bytes {max(block_bytes)} is more than --total {total}")
+    if step and plot_to is not None:
+        raise click.UsageError("--plot draws throughput: leave out --step")
+    if plot_to is not None:
+        check_plotting()
     figures: list[Figure] = []
+    steps: list[StepFigure] = []
     notes: list[str] = []
     against = tuple(dict.fromkeys(against))
     contestants = 1 + len(against) + ("client" in against)
-    with (
-        progress("measuring", len(block_bytes) * rounds * len(OPERATIONS) * contestants) as advance,
-        _capacity_explained(tier),
-    ):
+    laps = len(block_bytes) * rounds * contestants * (len(RESTS_S) if step else len(OPERATIONS))
+    with progress("measuring", laps) as advance, _capacity_explained(tier):
         for nbytes in block_bytes:
             with ExitStack() as stack:
                 with uninterrupted():
@@ -108,17 +137,45 @@ def bench(
                     others: list[Contestant] = []
                     for name in against:
                         others += map(stack.enter_context, _others(tier, name, scratch, nbytes, notes))
-                load = Workload.of(
-                    block_bytes=nbytes, total=total, threads=threads, batch_bytes=store.batch_bytes, rounds=rounds
-                )
-                measured, told = race([store, *others], others[0].name, load, advance, store.operations)
-                figures += measured
+                told: list[str] = []
+                if step:
+                    steps += measure_steps(
+                        [store, *others],
+                        block_bytes=nbytes,
+                        total=total,
+                        threads=threads,
+                        slices=rounds,
+                        advance=advance,
+                    )
+                else:
+                    load = Workload.of(
+                        block_bytes=nbytes, total=total, threads=threads, batch_bytes=store.batch_bytes, rounds=rounds
+                    )
+                    measured, told = race([store, *others], others[0].name, load, advance, store.operations)
+                    figures += measured
             notes += [*store.notes, *(note for other in others for note in other.notes), *told]
-    notes = list(dict.fromkeys(notes))
+    _tell(tier, against, rounds, list(dict.fromkeys(notes)), figures, steps, as_json=as_json)
+    if plot_to is not None:
+        plot(figures, str(tier), plot_to)
+
+
+def _tell(
+    tier: TierURL,
+    against: tuple[str, ...],
+    rounds: int,
+    notes: list[str],
+    figures: list[Figure],
+    steps: list[StepFigure],
+    *,
+    as_json: bool,
+) -> None:
+    results = {"steps": steps} if steps else {"results": figures}
     if as_json:
-        emit_json({"url": str(tier), "against": against, "rounds": rounds, "notes": notes, "results": figures})
-    else:
-        _show(tier, figures, notes)
+        emit_json({"url": str(tier), "against": against, "rounds": rounds, "notes": notes, **results})
+        return
+    (_show_steps(tier, steps) if steps else _show(tier, figures))
+    for note in notes:
+        click.echo(f"note: {note}")
 
 
 def _others(tier: TierURL, against: str, scratch: Path | None, block_bytes: int, notes: list[str]) -> list[Contestant]:
@@ -143,13 +200,6 @@ def _beside(tier: TierURL, notes: list[str]) -> Path:
     return path.parent if same or not path.is_dir() else path
 
 
-def _block_size(nbytes: int) -> str:
-    for unit, length in (("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes % length == 0:
-            return f"{nbytes // length} {unit}"
-    return f"{nbytes} B"
-
-
 @contextmanager
 def _capacity_explained(tier: TierURL) -> Generator[None]:
     """Only now is it sure that somebody relies on the tier's capacity; say which it is."""
@@ -166,7 +216,7 @@ def _capacity_explained(tier: TierURL) -> Generator[None]:
         ) from error
 
 
-def _show(tier: TierURL, figures: list[Figure], notes: list[str]) -> None:
+def _show(tier: TierURL, figures: list[Figure]) -> None:
     print_table(
         str(tier),
         ("operation", "contestant", ">block", ">threads", ">GB/s", ">min", ">max", ">CPU s/GB", ">ratio"),
@@ -174,7 +224,7 @@ def _show(tier: TierURL, figures: list[Figure], notes: list[str]) -> None:
             (
                 figure.op,
                 figure.contestant,
-                _block_size(figure.block_bytes),
+                block_size(figure.block_bytes),
                 str(figure.threads),
                 f"{figure.gb_per_s:.2f}",
                 f"{figure.gb_per_s_min:.2f}",
@@ -185,5 +235,27 @@ def _show(tier: TierURL, figures: list[Figure], notes: list[str]) -> None:
             for figure in figures
         ),
     )
-    for note in notes:
-        click.echo(f"note: {note}")
+
+
+def _show_steps(tier: TierURL, steps: list[StepFigure]) -> None:
+    columns = ("contestant", ">block", ">rest ms", ">idle p50", ">p99 ms", ">busy p50", ">p99 ms", ">p99 / idle")
+    print_table(
+        f"{tier}: a scheduler's step",
+        (*columns, ">solo GB/s", ">busy GB/s", ">kept"),
+        (
+            (
+                figure.contestant,
+                block_size(figure.block_bytes),
+                f"{figure.rest_ms:.0f}",
+                f"{figure.idle_p50_ms:.2f}",
+                f"{figure.idle_p99_ms:.2f}",
+                f"{figure.busy_p50_ms:.2f}",
+                f"{figure.busy_p99_ms:.2f}",
+                f"{figure.p99_to_idle:.2f}",
+                f"{figure.solo_gb_per_s:.2f}",
+                f"{figure.busy_gb_per_s:.2f}",
+                f"{figure.share_kept:.0%}",
+            )
+            for figure in steps
+        ),
+    )

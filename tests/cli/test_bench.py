@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import mmap
 import os
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
 from cli_helpers import KEYS, QUICK, machine
 
 import kvstore
-from kvstore.bench import MemoryCopy, RawFiles, TierUnderTest, Workload
+from kvstore.bench import MemoryCopy, RawFiles, TierUnderTest, Workload, steps
 from kvstore.bench.runner import OPERATIONS
 from kvstore.cli import EXIT_OK, EXIT_USAGE, run
 from kvstore.demo.worker import WorkerFailed
@@ -154,3 +155,65 @@ def test_a_process_of_its_own_that_does_not_find_a_block_gives_no_figure(tmp_pat
         tier.store(KEYS[:1], [memoryview(bytes(4096))])
         with pytest.raises(WorkerFailed, match="not every block is there"):
             tier.warm_elsewhere(load, KEYS[:2], 1)
+
+
+def test_a_step_is_timed_idle_and_beside_everybody(
+    scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "SLICE_S", 0.1)
+    quick = ("--against", "copy", "--step", "--total", "8MiB", "--block-bytes", "64KiB", "--threads", "2")
+    told = machine(capsys, "bench", f"{scheme}://{tmp_path}/kv", *quick, "--rounds", "1")
+    figures = told["steps"]
+    assert [(figure["rest_ms"], figure["contestant"]) for figure in figures] == [
+        (rest, contestant) for rest in (1, 0) for contestant in ("kvstore", "copy")
+    ]
+    for figure in figures:
+        assert 0.2 < figure["idle_p50_ms"] <= figure["idle_p99_ms"]
+        assert 0.2 < figure["busy_p50_ms"] <= figure["busy_p99_ms"]
+        assert figure["p99_to_idle"] == pytest.approx(figure["busy_p99_ms"] / figure["idle_p99_ms"])
+        assert figure["share_kept"] == pytest.approx(figure["busy_gb_per_s"] / figure["solo_gb_per_s"])
+        assert figure["solo_gb_per_s"] > 0
+    assert "results" not in told
+    assert not list(tmp_path.iterdir())
+
+
+def test_steps_are_told_to_people(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "SLICE_S", 0.02)
+    quick = ("--against", "copy", "--step", "--total", "1MiB", "--block-bytes", "64KiB", "--threads", "1")
+    assert run(["bench", "memory://bench", *quick, "--rounds", "1"]) == EXIT_OK
+    shown = capsys.readouterr().out
+    for expected in ("a scheduler's step", "rest ms", "kept", "%", "note: kvstore: memory"):
+        assert expected in shown
+    assert "load_warm" not in shown
+
+
+def test_a_transfer_that_fails_gives_no_figure_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--against", "copy", "--step", "--total", "4MiB", "--block-bytes", "64KiB", "--rounds", "1")
+    assert run(["bench", "memory://small?capacity=200KiB", *small]) == EXIT_USAGE
+    assert "not every block was moved" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "begin"), [("speed.png", b"\x89PNG"), ("speed.svg", b"<?xml")])
+def test_throughput_is_drawn(name: str, begin: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--block-bytes", "64KiB", "--block-bytes", "5000", "--plot", str(tmp_path / name))
+    small = ("--total", "64KiB", "--rounds", "1", "--threads", "1")
+    assert run(["bench", "memory://bench", "--against", "copy", *small, *sizes]) == EXIT_OK
+    drawn = (tmp_path / name).read_bytes()
+    assert drawn.startswith(begin)
+    if name.endswith("svg"):
+        for expected in (b"memory://bench", b"load warm 1", b"5000 B", b"64 KiB", b"copy"):
+            assert expected in drawn
+    capsys.readouterr()
+
+
+def test_what_cannot_be_drawn_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(["bench", "memory://x", *QUICK, "--plot", str(tmp_path / "speed.pdf")]) == EXIT_USAGE
+    assert ".png, .svg" in capsys.readouterr().err
+    assert run(["bench", "memory://x", *QUICK, "--step", "--plot", str(tmp_path / "speed.png")]) == EXIT_USAGE
+    assert "leave out --step" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert run(["bench", "memory://x", *QUICK, "--plot", str(tmp_path / "speed.png")]) == EXIT_USAGE
+    assert 'pip install "kvstore-tiers[inspect]"' in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
