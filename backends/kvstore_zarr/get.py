@@ -128,7 +128,7 @@ def _look(
             return _Look.BUSY
         status = os.fstat(fd)  # what is no regular file has not the size of a block, or cannot be read
         found = _read(tier, tree, fd, status.st_size, key, into, ring)
-        if found is Unsealed.DAMAGED and _is_foreign(fd):
+        if found is Unsealed.DAMAGED and is_foreign(path):
             found = Unsealed.UNKNOWN
         if found is Unsealed.GOOD:
             return _Look.GOOD
@@ -155,13 +155,6 @@ def _read(
         return unseal_file(file, tree, key, into, ring) if tier.device.read_file(fd, file) else Unsealed.DAMAGED
     except OSError:  # a bad sector, say: this block cannot be had
         return Unsealed.DAMAGED
-
-
-def _is_foreign(fd: int) -> bool:
-    try:
-        return is_foreign(fd)
-    except OSError:
-        return False
 
 
 def _is_intact(tier: LocalTier, tree: NamespaceTree, fd: int, key: BlockKey, into: NDArray[np.uint8]) -> bool:

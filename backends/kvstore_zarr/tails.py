@@ -113,8 +113,21 @@ def _read(tree: NamespaceTree, files: Sequence[BlockFile]) -> list[Tail]:
     return tails
 
 
-def is_foreign(fd: int) -> bool:
-    """Whether the open file is a block that a later kvstore wrote: to be left alone. Raises OSError."""
+def is_foreign(path: str) -> bool:
+    """Whether what stands at `path` is a block that a later kvstore wrote: to be left alone."""
+    try:
+        fd = open_file(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return _is_foreign(fd)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _is_foreign(fd: int) -> bool:
     return is_left_alone(os.fstat(fd).st_size, lambda offset, length: os.pread(fd, length, offset))
 
 
@@ -125,7 +138,7 @@ def _tail(tree: NamespaceTree, file: BlockFile) -> Tail:
         return Tail(file)
     try:
         entry = _entry(tree, file.key, fd)
-        return Tail(file, entry, foreign=entry is None and is_foreign(fd))
+        return Tail(file, entry, foreign=entry is None and _is_foreign(fd))
     finally:
         os.close(fd)
 
