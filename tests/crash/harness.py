@@ -43,7 +43,9 @@ PATIENCE_S = 1.0
 
 @dataclass(frozen=True)
 class Site:
-    """Where a campaign takes place. `own_disk`: nothing else is on the file system that holds `root`."""
+    """Where a campaign takes place. `own_disk`: nothing else is on the file system that holds `root`. `leaks`: what its
+    workers are to leak, for a test of what finds that.
+    """
 
     url: str
     root: Path
@@ -51,6 +53,7 @@ class Site:
     complaints: Path
     own_disk: bool = False
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    leaks: str = ""
 
     def open_options(self) -> dict[str, Any]:
         return {"capacity": self.capacity, **self.options}
@@ -105,7 +108,8 @@ class Crew:
             for name in ("inside", "opened"):
                 self.board[seat * len(COUNTS) + COUNTS.index(name)] = 0
             arguments = (self.site.url, self.site.open_options(), seat, self.chance.getrandbits(32), self.board)
-            self._workers[seat] = self._context.Process(target=worker.work, args=(*arguments, self.site.complaints))
+            arguments = (*arguments, self.site.complaints, self.site.leaks)
+            self._workers[seat] = self._context.Process(target=worker.work, args=arguments)
             self._workers[seat].start()
 
     def pids(self, seats: list[int]) -> list[int]:

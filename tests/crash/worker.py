@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import threading
+import time
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +19,6 @@ from kvstore import BlockKey, BlockLayout, BlockRead, BlockWrite, GetOutcome, Na
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from ctypes import Array, c_int64
-    from pathlib import Path
 
 SPACE = Namespace("crash", "1", (BlockLayout.opaque(256 << 10), BlockLayout.opaque(100_000)), block_tokens=16)
 
@@ -39,8 +41,25 @@ def expected(key: BlockKey) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return content(SPACE.fingerprint, key.group, key.digest, SPACE.block_bytes(key.group))
 
 
+def leak(kind: str, root: str, kept: list[object]) -> None:
+    """Leak a little of that kind, for tests of what finds leaks; nothing where `kind` is empty."""
+    if kind == "memory":
+        kept.append(np.ones(16 << 10, np.uint8))
+    elif kind == "descriptors":
+        kept.append(open(os.devnull))  # noqa: SIM115
+    elif kind == "threads":
+        kept.append(thread := threading.Thread(target=threading.Event().wait, daemon=True))
+        thread.start()
+    elif kind in ("disk", "records"):
+        name = "lease-of-nobody" if kind == "records" else "stray"
+        Path(root, f"{name}-{os.getpid()}-{len(kept)}").write_bytes(b"x" * (kind == "disk") * 100_000)
+        kept.append(None)
+
+
 class Worker:
-    """One worker at its seat on the board."""
+    """One worker at its seat on the board. `leaks` is a kind that `leak` knows, twenty times a second at most."""
+
+    leaks = ""
 
     def __init__(self, url: str, options: Mapping[str, Any], seat: int, seed: int, board: Array[c_int64]) -> None:
         self.url, self.options = url, options
@@ -53,7 +72,7 @@ class Worker:
         self.board[self.at[name]] += more
 
     def run(self) -> None:
-        parent = os.getppid()
+        parent, kept, due = os.getppid(), list[object](), 0.0
         with open_store(self.url, **self.options) as store:
             self.count("opened")
             while os.getppid() == parent:  # nobody is to work on for a harness that was killed itself
@@ -67,6 +86,9 @@ class Worker:
                 else:
                     reads = [BlockRead(key, np.empty(SPACE.block_bytes(key.group), np.uint8)) for key in keys]
                     self.saw_get(reads, store.get_many_into(SPACE, reads))
+                if self.leaks and time.monotonic() > due:
+                    leak(self.leaks, self.url.partition("://")[2], kept)
+                    due = time.monotonic() + 0.05
 
     def saw_put(self, outcomes: list[PutOutcome]) -> None:
         self.count("puts")
@@ -81,10 +103,20 @@ class Worker:
                 self.count("wrong")
 
 
-def work(url: str, options: Mapping[str, Any], seat: int, seed: int, board: Array[c_int64], complaints: Path) -> None:
+def work(
+    url: str,
+    options: Mapping[str, Any],
+    seat: int,
+    seed: int,
+    board: Array[c_int64],
+    complaints: Path,
+    leaks: str = "",
+) -> None:
     """A worker process; an exception is written into the folder `complaints`, for the harness to find."""
     try:
-        Worker(url, options, seat, seed, board).run()
+        worker = Worker(url, options, seat, seed, board)
+        worker.leaks = leaks
+        worker.run()
     except BaseException:
         (complaints / f"seat{seat}-{os.getpid()}.txt").write_text(traceback.format_exc())
         os._exit(1)
