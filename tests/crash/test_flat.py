@@ -1,4 +1,7 @@
 """The centre of `make soak`: eight processes on one tier for KVSTORE_SOAK_S seconds, half an hour if nothing is said.
+On an encrypted one it is a third of that.
+
+    make soak TESTS=tests/crash/test_flat.py ARGS="-s -k eight"
 
 Four of them are killed over and over, a scrub runs, and on `file://` bytes of stored blocks are flipped. The four that
 live on must end as large as they were once they had warmed up: memory of their own, descriptors, threads; and so must
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import os
 import random
+import secrets
 import statistics
 import time
 from dataclasses import dataclass
@@ -19,6 +23,7 @@ import checker
 import pytest
 from harness import SEATS, Crew, Site
 from observer import occupied
+from unsealing import read_keys
 
 from kvstore import open_store
 
@@ -106,25 +111,30 @@ def run(
 
 @pytest.mark.soak
 @pytest.mark.timeout(DURATION_S * 1.5 + 300)
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
 @pytest.mark.parametrize("scheme", ["file", "lmdb"])
-def test_eight_processes_stay_as_large_as_they_were(scheme: str, disk: Disk, tmp_path: Path) -> None:
-    root, complaints = disk.path / "tier", tmp_path / "complaints"
+def test_eight_processes_stay_as_large_as_they_were(scheme: str, encrypted: bool, disk: Disk, tmp_path: Path) -> None:
+    root, complaints, operator_key = disk.path / "tier", tmp_path / "complaints", secrets.token_bytes(32)
     complaints.mkdir()
-    site = Site(f"{scheme}://{root}", root, CAPACITY, complaints, disk.own, {"scrub": "5MB/s"})
-    chance = random.Random()
+    (tmp_path / "operator.key").write_text(operator_key.hex())
+    seal = {"encryption": f"file:{tmp_path}/operator.key", "keyring": f"{tmp_path}/keyring.json"} if encrypted else {}
+    site = Site(f"{scheme}://{root}", root, CAPACITY, complaints, disk.own, {"scrub": "5MB/s", **seal})
+    chance, seconds = random.Random(), DURATION_S / 3 if encrypted else DURATION_S
     with open_store(site.url, **site.open_options()):
         pass
     crew = Crew(site, chance.getrandbits(32))
     try:
-        samples, kills, faults = run(crew, site, lambda: flip_a_byte(root, chance) if scheme == "file" else 1)
+        fault = (lambda: flip_a_byte(root, chance)) if scheme == "file" else (lambda: 1)
+        samples, kills, faults = run(crew, site, fault, seconds)
     finally:
         crew.dismiss()
     counts = crew.counts()
-    print(f"{scheme}: {DURATION_S:.0f} s, {kills} kills, {faults if scheme == 'file' else 0} flips, {counts}")
+    flips, how = faults if scheme == "file" else 0, " encrypted" if encrypted else ""
+    print(f"{scheme}{how}: {seconds:.0f} s, {kills} kills, {flips} flips, {counts}")
     assert [path.read_text() for path in complaints.iterdir()] == []
     assert counts["wrong"] == counts["failed"] == 0
     assert counts["corrupt"] == 0 or scheme == "file"
-    assert kills > DURATION_S / BETWEEN_KILLS_S / 3
+    assert kills > seconds / BETWEEN_KILLS_S / 3
     assert min(counts["stored"], counts["hit"]) > kills
     assert grown(samples) == set()
     with open_store(site.url, **site.open_options()) as store:
@@ -134,10 +144,11 @@ def test_eight_processes_stay_as_large_as_they_were(scheme: str, disk: Disk, tmp
         assert scrubbed.blocks > 0
         print(f"{scheme}: {scrubbed}")
     catalogue = root / ".kvstore" / "catalogue"
+    keys = read_keys(tmp_path / "keyring.json", operator_key) if encrypted else None
     if scheme == "lmdb":
-        assert checker.check_lmdb_tier(root, True).wrong == []
+        assert checker.check_lmdb_tier(root, True, keys).wrong == []
     else:
-        wrong = checker.check_file_tier(root, True, catalogue=catalogue).wrong
+        wrong = checker.check_file_tier(root, True, keys, catalogue=catalogue).wrong
         assert len(wrong) <= faults  # those of which nobody asked yet
 
 

@@ -242,8 +242,9 @@ def die(arguments: list[str], point: str, after: bool, times: int) -> None:
 
 
 @pytest.fixture(params=KINDS)
-def site(request: pytest.FixtureRequest, tmp_path: Path) -> Site:
+def site(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     """A tier of 24 blocks of three tenants."""
+    monkeypatch.setattr(kvstore.rekeying, "BATCH_BYTES", BATCH)
     made = Site(request.param, tmp_path)
     with open_store(f"{made.bare()}&encryption={made.source('operator')}"):
         pass

@@ -52,7 +52,7 @@ def leak(kind: str, root: str, kept: list[object]) -> None:
         thread.start()
     elif kind in ("disk", "records"):
         name = "lease-of-nobody" if kind == "records" else "stray"
-        Path(root, f"{name}-{os.getpid()}-{len(kept)}").write_bytes(b"x" * (kind == "disk") * 100_000)
+        Path(root, f"{name}-{os.getpid()}-{len(kept)}").write_bytes(b"x" * (kind == "disk") * 12_000)
         kept.append(None)
 
 
