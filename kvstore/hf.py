@@ -34,6 +34,8 @@ try:
     import torch
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
+
+    from kvstore.hf_room import RoomyLayer
 except ImportError as missing:
     raise MissingDependencyError(
         f"kvstore.hf needs torch and transformers 5 ({missing}): pip install torch 'transformers>=5'"
@@ -53,6 +55,9 @@ KV_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32
 
 MIN_SLOTS = 4
 """Fewer would leave stores and loads waiting for each other."""
+
+ROOM = 256
+"""Tokens of an answer that find room behind what was loaded (`RoomyLayer`)."""
 
 # What may differ between two copies of one model without changing a single key or value.
 _CONFIG_IRRELEVANT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
@@ -127,7 +132,7 @@ class PrefixCache:
         layers, _, step, heads, head_dim = self._layout.shape
         # numpy moves the blocks: torch would start its threads for each of them, at twice the time.
         word = np.dtype(f"u{self._layout.numpy_dtype.itemsize}")
-        host = np.empty((layers, 2, heads, len(keys) * step, head_dim), word)
+        host = np.empty((layers, 2, heads, len(ids) + ROOM, head_dim), word)
 
         def place(index: int, view: NDArray[np.uint8]) -> None:
             block = view.view(word).reshape(self._layout.shape)
@@ -137,9 +142,7 @@ class PrefixCache:
         cache = DynamicCache(config=self.model.config)
         if hit_tokens:
             kv = torch.as_tensor(host.view(np.uint8)).view(getattr(torch, self._layout.dtype)).to(self.model.device)
-            for layer, (key, value) in zip(_layers(cache), kv[:, :, None, :, :hit_tokens], strict=True):
-                layer.lazy_initialization(key, value)
-                layer.keys, layer.values = key, value  # `update` would copy what is in place already
+            _layers(cache)[:] = [RoomyLayer(key, value, hit_tokens) for key, value in kv[:, :, None]]
         return cache, hit_tokens
 
     def store(self, tokens: Sequence[int] | torch.Tensor, cache: DynamicCache, *, start: int = 0) -> int:

@@ -123,6 +123,18 @@ def test_the_same_tokens_are_generated_with_and_without_the_cache(model: Any, st
     assert hit_tokens(model, store, PROMPT) == 64
 
 
+def test_what_was_loaded_is_not_copied_for_what_follows(model: Any, store: BlockStore) -> None:
+    remember(model, store, PROMPT)
+    with PrefixCache(model, store, block_tokens=BLOCK) as cache:
+        read = cache.prefill(PROMPT)
+    assert (read.hit_tokens, read.cache.get_seq_length()) == (64, len(PROMPT))
+    rooms = [layer._room for layer in read.cache.layers]
+    assert [layer.keys.data_ptr() for layer in read.cache.layers] == [keys.data_ptr() for keys, _ in rooms]
+    fresh = computed(model, PROMPT)
+    fresh_cache = getattr(fresh, "cache", None) or fresh.past_key_values
+    assert kv(read.cache, 64) == kv(fresh_cache, 64)
+
+
 def test_prefill_gives_the_logits_of_the_last_token(model: Any, store: BlockStore) -> None:
     remember(model, store, PROMPT)
     with PrefixCache(model, store, block_tokens=BLOCK) as cache:
