@@ -6,6 +6,9 @@
 
 Blocks have 3,584 bytes, so that each is one page or one file of one page: what is measured is what a block costs beside
 its bytes. Each figure is the median over batches, in microseconds of CPU (all threads of this process) and of time.
+Lookups are asked of the store (`contains_many`), of LMDB with nothing around it (`bare`), and through `SecondaryTier`,
+as a manager asks. The catalogue of `file://` is brought up to date with the files at the end, when it knows them all
+and when it knows none, and made anew by an opening, as after a power loss: for each 100,000 real files.
 
 `lmdb://` holds real blocks. Of `file://` a million files are too slow to make for every run: there, `--files` blocks
 are real (the first ones, which are therefore evicted first), and the rest stands in the catalogue alone, entered
@@ -16,11 +19,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import shutil
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -34,6 +38,9 @@ from rich.table import Table
 from kvstore import BlockKey, BlockLayout, BlockRead, BlockWrite, GetOutcome, Namespace, PutOutcome, open_store
 from kvstore.catalog import Entry, addresses_of
 from kvstore.retention import now_ns
+from kvstore.tiering.secondary import SecondaryTier
+from kvstore_zarr.format import BlockFacts
+from kvstore_zarr.metadata import NamespaceTree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +55,10 @@ SPACE = Namespace("scale", "revision-1", (BlockLayout.opaque(BLOCK_BYTES),), blo
 
 PUT_TOGETHER, LOOKED_UP_TOGETHER = 64, 1000
 BATCHES, LOOKUPS = 40, 200
+PUT_FIRST = 4_000
+"""Blocks of `file://` that are put; more come as files."""
+STEP_S = 1e-4
+"""How long the steps of the manager lie apart, here."""
 LMDB_BESIDE = 1.2
 """What the capacity of `lmdb://` is, as a multiple of its blocks: it is given at once, for its file does not shrink."""
 
@@ -80,6 +91,11 @@ class Figures:
     put: Cost
     get: Cost
     evict: Cost
+    tier_hit: Cost
+    tier_miss: Cost
+    known: Cost | None = None
+    unknown: Cost | None = None
+    anew: Cost | None = None
 
 
 def keys(start: int, stop: int) -> list[BlockKey]:
@@ -115,9 +131,12 @@ def get(store: BlockStore, some: Sequence[BlockKey]) -> None:
 
 def fill(store: BlockStore, blocks: int, real: int) -> None:
     """Store the first `real` blocks, and enter the rest into the catalogue, as younger ones without a file."""
-    for start in range(0, real, 1000):
-        put(store, keys(start, min(real, start + 1000)))
+    put_first = real if store.url.scheme == "lmdb" else min(real, PUT_FIRST)
+    for start in range(0, put_first, 1000):
+        put(store, keys(start, min(put_first, start + 1000)))
         told(f"{store.url.scheme}://: {start} of {real} blocks stored")
+    if put_first < real:
+        copy_in(store, put_first, real)
     catalog: Catalog = cast("Any", store)._tier.catalog
     for start in range(real, blocks, 1000):
         now = now_ns()
@@ -126,6 +145,21 @@ def fill(store: BlockStore, blocks: int, real: int) -> None:
             first = change.generations(len(addresses))
             change.publish([Entry(address, STORED_BYTES, now, now, first + n) for n, address in enumerate(addresses)])
         told(f"{store.url.scheme}://: {start} of {blocks} blocks entered")
+
+
+def copy_in(store: BlockStore, start: int, stop: int) -> None:
+    """Blocks that come as files, as a copy of another tier would bring them: faster than by puts."""
+    tree, root, payload = NamespaceTree(SPACE), store_path(str(store.url)), np.zeros(BLOCK_BYTES, np.uint8)
+    closing = np.zeros(STORED_BYTES, np.uint8)
+    for number in range(start, stop):
+        (key,) = keys(number, number + 1)
+        facts = BlockFacts(SPACE.fingerprint, key, BLOCK_BYTES, number, now_ns(), -1, b"")
+        tree.frames[0].seal(closing, payload, facts)
+        fd = os.open(f"{root}/{tree.block(key)}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.write(fd, closing.data)
+        os.close(fd)
+        told(f"{store.url.scheme}://: {number} of {stop} blocks written")
+    reindexed(store)
 
 
 def bare(store: BlockStore) -> Callable[[Sequence[bytes]], object]:
@@ -171,7 +205,7 @@ def measured(url: str, blocks: int, real: int) -> Figures:
         addresses = [[addresses_of(SPACE, batch) for batch in kind] for kind in (hits, misses)]
         look = bare(store)
         fresh = batches_of(iter(range(1 << 41, 1 << 42)), PUT_TOGETHER, BATCHES)
-        return Figures(
+        figures = Figures(
             scheme=store.url.scheme,
             blocks=blocks,
             open_s=open_s,
@@ -183,7 +217,57 @@ def measured(url: str, blocks: int, real: int) -> Figures:
             get=cost_of(lambda batch: get(store, batch), batches_of(random_numbers(0, real), PUT_TOGETHER, BATCHES)),
             put=cost_of(lambda batch: put(store, batch), fresh),
             evict=evictions(store),
+            tier_hit=through_a_tier(
+                store, batches_of(random_numbers(blocks // 2, blocks), LOOKED_UP_TOGETHER, LOOKUPS)
+            ),
+            tier_miss=through_a_tier(store, misses),
         )
+        if store.url.scheme != "file" or real < blocks:
+            return figures
+        files = store.usage().blocks
+        known = once(lambda: reindexed(store), files)
+        catalog: Catalog = cast("Any", store)._tier.catalog
+        with catalog.write() as change:
+            change.clear()
+        unknown = once(lambda: reindexed(store), files)
+    shutil.rmtree(store_path(url) / ".kvstore" / "catalogue")
+    anew = once(lambda: open_store(url).close(), files)
+    return replace(figures, known=known, unknown=unknown, anew=anew)
+
+
+def store_path(url: str) -> Path:
+    """The folder of a local tier."""
+    return Path(url.removeprefix("file://").partition("?")[0])
+
+
+def reindexed(store: BlockStore) -> None:
+    """The catalogue brought up to date with the files."""
+    found = cast("Any", store).reindex()
+    told(f"{store.url}: {found}", always=True)
+
+
+def once(call: Callable[[], object], files: int) -> Cost:
+    """What one call costs for each 100,000 of the files, in microseconds."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    call()
+    share = 1e6 * 100_000 / files
+    return Cost(share * (time.process_time() - cpu), share * (time.perf_counter() - wall))
+
+
+def through_a_tier(store: BlockStore, batches: Sequence[Sequence[BlockKey]]) -> Cost:
+    """Lookups as a manager asks them: noted, handed to a thread, and collected at one of the steps that follow."""
+    tier = SecondaryTier(store, SPACE)
+
+    def ask(batch: Sequence[BlockKey]) -> None:
+        tier.ask(batch)
+        tier.submit()
+        while not tier.poll().answers:
+            time.sleep(STEP_S)
+
+    try:
+        return cost_of(ask, batches)
+    finally:
+        tier.close(10)
 
 
 def evictions(store: BlockStore) -> Cost:
@@ -214,7 +298,7 @@ def show(few: Figures, many: Figures) -> None:
     for name in ("", f"{few.blocks:,} blocks", f"{many.blocks:,} blocks", "ratio"):
         table.add_column(name, justify="right" if name else "left")
     table.add_row("opening", f"{few.open_s:.3f} s", f"{many.open_s:.3f} s", f"{many.open_s / few.open_s:.2f}")
-    for name in ("hit", "miss", "bare_hit", "bare_miss"):
+    for name in ("hit", "miss", "bare_hit", "bare_miss", "tier_hit", "tier_miss"):
         one, other = getattr(few, name), getattr(many, name)
         cells = (f"{cost.rate:,.0f} a second of CPU, {1e6 / cost.wall:,.0f} in time" for cost in (one, other))
         table.add_row(name.replace("_", " ") + " (lookups)", *cells, f"{one.rate / other.rate:.2f}")
@@ -222,6 +306,13 @@ def show(few: Figures, many: Figures) -> None:
         one, other = getattr(few, name), getattr(many, name)
         cells = (f"{cost.cpu:.0f} us CPU, {cost.wall:.0f} us" for cost in (one, other))
         table.add_row(name, *cells, f"{other.cpu / one.cpu:.2f} CPU, {other.wall / one.wall:.2f}")
+    for name in ("known", "unknown", "anew"):
+        one, other = getattr(few, name), getattr(many, name)
+        if one is not None and other is not None:
+            cells = (f"{cost.cpu / 1e6:.1f} s CPU, {cost.wall / 1e6:.1f} s" for cost in (one, other))
+            table.add_row(
+                f"{name} (100,000 files)", *cells, f"{other.cpu / one.cpu:.2f} CPU, {other.wall / one.wall:.2f}"
+            )
     Console(width=150).print(table)
 
 

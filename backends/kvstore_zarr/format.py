@@ -104,7 +104,7 @@ class DigestWords:
         """The digest that `folder` and `index` name. Raises ValueError or OverflowError if there is none."""
         if len(index) != len(self.widths) or len(folder) != 2:
             raise ValueError(f"{folder}/{index} does not name a digest of {self.digest_bytes} bytes")
-        words = (word.to_bytes(width, "big") for word, width in zip(index, self.widths, strict=True))
+        words = [word.to_bytes(width, "big") for word, width in zip(index, self.widths, strict=True)]
         return bytes.fromhex(folder) + b"".join(words)
 
 

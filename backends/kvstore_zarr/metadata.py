@@ -51,7 +51,7 @@ SEAL_CODEC = "kvstore.aes256gcm"
 _ATTRIBUTE = "kvstore"
 _SEALED = "sealed"
 _NAME = re.compile("[0-9a-f]{32}")
-_FOLDER, _WORD = re.compile("[0-9a-f]{2}"), re.compile("0|[1-9][0-9]*", re.ASCII)
+_FOLDER, _WORD = re.compile("[0-9a-f]{2}"), "(0|[1-9][0-9]*)"
 _ARRAY = re.compile("[0-9a-f]{2}")
 _LARGEST_MANIFEST = 16 << 20
 
@@ -68,6 +68,8 @@ class NamespaceTree:
         self.seal = seal
         self._words = DigestWords(namespace.digest_bytes)
         self._suffixes = tuple(".0" * len(layout.shape) for layout in namespace.layouts)
+        words = r"\.".join([_WORD] * len(self._words.widths))
+        self._names = tuple(re.compile(words + re.escape(suffix), re.ASCII) for suffix in self._suffixes)
         longer = SEAL_BYTES if seal else 0
         self.frames = tuple(BlockFrame(layout.nbytes + longer, sealed=bool(seal)) for layout in namespace.layouts)
         self._of_namespace = _dump(self._namespace_document())
@@ -90,13 +92,10 @@ class NamespaceTree:
 
     def key(self, group: int, folder: str, name: str) -> BlockKey:
         """The inverse of `block`: the key that file `name` holds. Raises ValueError or OverflowError if none."""
-        suffix = self._suffixes[group]
-        if not name.endswith(suffix):
-            raise ValueError(f"{name} is not the name of a block of group {group}")
-        words = name.removesuffix(suffix).split(".")
-        if not _FOLDER.fullmatch(folder) or not all(map(_WORD.fullmatch, words)):
-            raise ValueError(f"{folder}/{name} is not how a block's name is written")
-        return BlockKey(self._words.digest(folder, tuple(map(int, words))), group)
+        words = self._names[group].fullmatch(name)
+        if words is None or not _FOLDER.fullmatch(folder):
+            raise ValueError(f"{folder}/{name} is not the name of a block of group {group}")
+        return BlockKey(self._words.digest(folder, tuple(map(int, words.groups()))), group)
 
     def key_at(self, path: str) -> BlockKey | None:
         """The key of the block whose file is `path`, relative to the store's root; None if that is no block's."""

@@ -15,7 +15,7 @@ import fcntl
 import os
 import struct
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvstore.errors import TierUnavailable
@@ -64,8 +64,11 @@ class NameLocks:
     def _lock(self, fd: int, wanted: bytes, deadline: float) -> None:
         pause = 5e-5
         while True:
-            with suppress(BlockingIOError, PermissionError):
+            try:
                 fcntl.fcntl(fd, fcntl.F_OFD_SETLK, wanted)
+            except (BlockingIOError, PermissionError):
+                pass
+            else:
                 return
             if time.monotonic() > deadline:
                 raise TierUnavailable(

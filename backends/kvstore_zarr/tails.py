@@ -2,23 +2,26 @@
 (`reindex`).
 
 A block's tail lies at its file's end, so each file costs an opening and a read of a page. Where nothing of that is in
-memory, after a restart of the machine, a device answers many such reads in the time of one: several threads ask.
+memory, after a restart of the machine, a device answers many such reads in the time of one: several threads ask. Where
+all is, they would cost twice the CPU, waiting for each other: so they do only while the device is read from.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from resource import RUSAGE_THREAD, getrusage
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvstore.catalog import Entry, address_of
-from kvstore.files import NotAFileError, open_file
-from kvstore_zarr.format import is_left_alone
+from kvstore.files import NotAFileError, open_file, open_unchecked
+from kvstore_zarr.format import PAGE, is_left_alone
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -35,6 +38,10 @@ READERS = 8
 """Files read side by side."""
 _TOGETHER = 32
 """Files that a thread reads in one go."""
+_AT_A_TIME = 2 * READERS * _TOGETHER
+"""Files that all of them read before it is asked again whether they should."""
+_COLD = 4
+"""Several threads are worth their while from one page of so many files on that comes from the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,7 @@ class BlockFile:
 
     key: BlockKey
     path: str
+    address: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +85,8 @@ def block_files(root: Path, tree: NamespaceTree, group: int, folder: str) -> dic
                     key = tree.key(group, folder, entry.name)
                 except (ValueError, OverflowError):
                     continue
-                found[address_of(tree.namespace, key)] = BlockFile(key, entry.path)
+                address = address_of(tree.namespace, key)
+                found[address] = BlockFile(key, entry.path, address)
     except (FileNotFoundError, NotADirectoryError):
         pass
     return found
@@ -88,6 +97,7 @@ class TailReader:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="kvstore-tails")
+        self._waiting = False
 
     def __enter__(self) -> Self:
         return self
@@ -99,18 +109,29 @@ class TailReader:
 
     def read(self, tree: NamespaceTree, files: Sequence[BlockFile]) -> list[Tail]:
         """What each file says, in order. Raises OSError where the device fails."""
-        parts = (files[start : start + _TOGETHER] for start in range(0, len(files), _TOGETHER))
-        return list(chain.from_iterable(self._threads.map(partial(_read, tree), parts)))
+        tails: list[Tail] = []
+        while len(tails) < len(files):
+            several = files[len(tails) : len(tails) + (_AT_A_TIME if self._waiting else _TOGETHER)]
+            parts = [several[start : start + _TOGETHER] for start in range(0, len(several), _TOGETHER)]
+            if self._waiting:
+                read = list(self._threads.map(partial(_read, tree), parts))
+            else:
+                read = [_read(tree, part) for part in parts]
+            tails += chain.from_iterable(some for some, _ in read)
+            self._waiting = sum(pages for _, pages in read) * _COLD > len(several)
+        return tails
 
 
-def _read(tree: NamespaceTree, files: Sequence[BlockFile]) -> list[Tail]:
+def _read(tree: NamespaceTree, files: Sequence[BlockFile]) -> tuple[list[Tail], int]:
+    """What the files say, and how many pages had to come from the device for it."""
+    before = getrusage(RUSAGE_THREAD).ru_inblock
     tails: list[Tail] = []
     for file in files:
         try:
             tails.append(_tail(tree, file))
         except (FileNotFoundError, NotADirectoryError):
             tails.append(Tail(file, gone=True))
-    return tails
+    return tails, (getrusage(RUSAGE_THREAD).ru_inblock - before) * 512 // PAGE
 
 
 def is_foreign(path: str) -> bool:
@@ -133,26 +154,29 @@ def _is_foreign(fd: int) -> bool:
 
 def _tail(tree: NamespaceTree, file: BlockFile) -> Tail:
     try:
-        fd = open_file(file.path, os.O_RDONLY)
+        fd = open_unchecked(file.path, os.O_RDONLY)
     except NotAFileError:
         return Tail(file)
     try:
-        entry = _entry(tree, file.key, fd)
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            return Tail(file)
+        entry = _entry(tree, file, fd, status)
         return Tail(file, entry, foreign=entry is None and _is_foreign(fd))
     finally:
         os.close(fd)
 
 
-def _entry(tree: NamespaceTree, key: BlockKey, fd: int) -> Entry | None:
-    frame, status = tree.frames[key.group], os.fstat(fd)
+def _entry(tree: NamespaceTree, file: BlockFile, fd: int, status: os.stat_result) -> Entry | None:
+    frame = tree.frames[file.key.group]
     occupied = status.st_blocks * 512
     if status.st_size != frame.file_bytes or occupied < frame.file_bytes:
         return None
     closing = np.frombuffer(os.pread(fd, frame.closing, frame.whole), dtype=np.uint8)
     facts = frame.facts(closing)
-    if facts is None or facts.key != key or facts.fingerprint != tree.namespace.fingerprint:
+    if facts is None or facts.key != file.key or facts.fingerprint != tree.namespace.fingerprint:
         return None
     return Entry(
-        address_of(tree.namespace, key), occupied, facts.created, facts.created, facts.generation,
+        file.address, occupied, facts.created, facts.created, facts.generation,
         position=facts.position, parent=facts.parent,
     )  # fmt: skip

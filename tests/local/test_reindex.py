@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,10 +17,10 @@ from kvstore.errors import StoreAccessError
 from kvstore.testing.supply import MIB, SPACE, get, held, keys, writes
 from kvstore.types import GetOutcome, PutOutcome
 from kvstore_zarr import LocalZarrStore
+from kvstore_zarr.metadata import NamespaceTree
+from kvstore_zarr.tails import TailReader, block_files, block_folders
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from kvstore import BlockStore
     from kvstore_zarr.reindex import Reindexed
 
@@ -114,3 +116,22 @@ def test_a_store_without_a_catalogue_has_nothing_to_reindex() -> None:
     done = CliRunner().invoke(cli, ["reindex", "memory://nothing"])
     assert done.exit_code != 0
     assert "nothing there needs to be reindexed" in str(done.exception or done.output)
+
+
+def test_tails_are_read_the_same_by_one_thread_and_by_several(tmp_path: Path) -> None:
+    with open_store(f"file://{tmp_path}") as store:
+        store.put_many(SPACE, writes(range(70)))
+    tree = NamespaceTree(SPACE)
+    files = [
+        file for group, folder in block_folders(tree) for file in block_files(tmp_path, tree, group, folder).values()
+    ]
+    Path(files[3].path).unlink()
+    os.truncate(files[4].path, 100)
+    with TailReader() as reader:
+        alone = reader.read(tree, files)
+        reader._waiting = True  # as where the device had to be read
+        assert reader.read(tree, files) == alone
+        assert not reader._waiting
+    assert [tail.file for tail in alone] == files
+    assert [number for number, tail in enumerate(alone) if tail.entry is None] == [3, 4]
+    assert (alone[3].gone, alone[4].gone) == (True, False)

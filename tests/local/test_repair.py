@@ -21,6 +21,7 @@ from kvstore.cli import EXIT_NOT_INTACT, EXIT_OK, run
 from kvstore.lmdb_files import damage
 from kvstore.marks import Mark
 from kvstore.testing.supply import SPACE, get, held, key, keys, writes
+from kvstore.types import GetOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -218,6 +219,31 @@ def test_entries_and_books_of_an_lmdb_tier_are_brought_together(
         assert get(store, NUMBERS) == [HIT] * 3 + [MISS] + [HIT] * 20
         assert held(store) == set(keys(NUMBERS)) - {key(3)}
         assert store.usage().blocks == len(list(store.scan(SPACE))) + 1  # the totals are LMDB's to lose
+
+
+def test_a_booked_value_that_does_not_say_whose_it_is_is_left_to_the_verification(root: Path) -> None:
+    def flip(txn: lmdb.Transaction) -> None:
+        place, value = entry_of(txn, 5)
+        value[120] ^= 4
+        value[40] ^= 4
+        txn.put(place, bytes(value))
+
+    with open_store(f"lmdb://{root}") as store:
+        store.put_many(SPACE, writes(NUMBERS))
+    change_entries(root, b"blocks", flip)
+    with open_store(f"lmdb://{root}") as store:
+        assert store.repair() == []
+        assert store.usage().blocks == len(NUMBERS)
+        assert get(store, NUMBERS) == [HIT] * 5 + [GetOutcome.CORRUPT] + [HIT] * 18
+
+
+def test_puts_go_on_where_something_stands_behind_every_generation(root: Path) -> None:
+    with open_store(f"lmdb://{root}") as store:
+        store.put_many(SPACE, writes([0]))
+    change_entries(root, b"blocks", lambda txn: txn.put(b"\xff" * 8, b"no block"))
+    with open_store(f"lmdb://{root}") as store:
+        assert store.put_many(SPACE, writes(range(1, 9))) == [STORED] * 8
+        assert get(store, range(9)) == [HIT] * 9
 
 
 @pytest.mark.parametrize("kind", [1, 2], ids=["branch", "leaf"])
