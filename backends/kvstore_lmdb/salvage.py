@@ -32,6 +32,7 @@ from kvstore.sealing import ENCRYPTION
 from kvstore.tombs import tombs_in
 from kvstore.types import BlockWrite
 from kvstore.url import CAPACITY, MODE, TierURL, local_path
+from kvstore.versions import check_version
 from kvstore_lmdb.entry import HEADER_BYTES, identified, is_intact, place_of, stored_bytes
 from kvstore_lmdb.opening import BLOCKS, open_tier
 from kvstore_lmdb.put import Puts
@@ -79,7 +80,9 @@ def _save(directory: Path, beside: Path, mode: int, *, booked: bool) -> int:
     """Make the new tier at `beside`, synced; how many blocks it has."""
     shutil.rmtree(beside, ignore_errors=True)
     with (directory / "data.mdb").open("rb") as file:
-        found = _Found.read(readable(file.fileno()))
+        table = readable(file.fileno())
+        _check_format(directory, table("info").get(b"format"))
+        found = _Found.read(table)
         options = {} if found.capacity is None else {CAPACITY.name: found.capacity}
         url = TierURL.parse(TierURL("lmdb", str(beside)), mode=f"{mode:04o}", **options)
         tier = open_tier(url.validated(backend_class(url).options))
@@ -166,6 +169,15 @@ def _entry(address: bytes, load: Callable[[], bytes]) -> Entry | None:
     with suppress(struct.error, ValueError, PageError, OSError):
         return Entry.unpacked(address, load())
     return None
+
+
+def _check_format(directory: Path, load: Callable[[], bytes] | None) -> None:
+    """What is of another version is not for us to save. Where it cannot be read, the blocks' headers say theirs."""
+    said = b""
+    with suppress(PageError, OSError):
+        said = b"" if load is None else load()
+    if said:
+        check_version(int.from_bytes(said, "little"), str(directory), "remove this directory: it is a cache")
 
 
 def _capacity(load: Callable[[], bytes] | None) -> int | None:

@@ -36,51 +36,16 @@ from golden_contents import (
     GoldenBlock,
     at,
     known_numbers,
-    operator_key_in,
 )
+from golden_tiers import KEYRING, ValueStore, encrypted
 
-from kvstore import BlockRead, BlockStore, Capabilities, KeyExtras, Media, block_keys, open_store
+from kvstore import BlockRead, BlockStore, KeyExtras, Media, block_keys, open_store
 from kvstore.archive import create, select
-from kvstore.keyvalue import KeyValueStore
-from kvstore.url import TierURL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-__all__ = ["KEYRING", "ValueStore", "encrypted", "make"]
-
-KEYRING = "keyring.json"
-
-
-class ValueStore(KeyValueStore):
-    """Values in a dictionary: what a Redis server would hold."""
-
-    capabilities = Capabilities(persistent=False, shared=False, can_hang=False, io="memory")
-
-    def __init__(self, values: dict[str, bytes], **options: object) -> None:
-        self.values = values
-        super().__init__(TierURL.parse("values://golden", **options).validated(self.options))
-
-    def connect(self) -> None:
-        pass
-
-    def write(self, name: str, parts: Sequence[memoryview]) -> bool:
-        return self.values.setdefault(name, value := b"".join(parts)) is value
-
-    def read(self, name: str, nbytes: int) -> bytes | None:
-        value = self.values.get(name)
-        return None if value is None else value[:nbytes]
-
-    def remove(self, name: str) -> bool:
-        return self.values.pop(name, None) is not None
-
-    def names(self, prefix: str) -> Iterable[str]:
-        return [name for name in self.values if name.startswith(prefix)]
-
-
-def encrypted(root: Path, folder: Path) -> dict[str, str]:
-    """The options of an encrypted tier whose keyring is in `root`; the operator's key is put into `folder`."""
-    return {"encryption": f"file:{operator_key_in(folder)}", "keyring": str(root / KEYRING)}
+__all__ = ["make"]
 
 
 def make(root: Path) -> None:

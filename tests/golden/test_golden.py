@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import lmdb
 import numpy as np
@@ -23,6 +23,7 @@ from golden_contents import (
     LATER_S,
     MARK,
     MARKED,
+    OPERATOR_KEY,
     PURGED,
     PURGED_S,
     REFUSED_S,
@@ -37,7 +38,8 @@ from golden_contents import (
     left,
     pattern,
 )
-from make import ValueStore, encrypted, make
+from golden_tiers import GOLDEN, ValueStore, got, opened
+from make import make
 
 from kvstore import (
     BlockKey,
@@ -64,7 +66,6 @@ if TYPE_CHECKING:
 
     from kvstore import BlockInfo
 
-GOLDEN = Path(__file__).parent / "v1"
 PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
 STOCK_READER = Path(__file__).parents[1] / "stock_zarr" / "read_block.py"
 CHANGED = "the format changed: a new version needs new fixtures beside these, which stay"
@@ -76,33 +77,6 @@ ENCRYPTED = ("file-sealed", "lmdb-sealed", "values-sealed")
 pytestmark = pytest.mark.skipif(
     sys.byteorder != "little", reason="LMDB environments are of machines of their byte order"
 )
-
-
-@pytest.fixture
-def copied(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(GOLDEN, tmp_path / "v1"))
-
-
-def opened(name: str, root: Path, **options: Any) -> BlockStore:
-    """The fixture of that name, below a copy."""
-    if name.endswith("-sealed"):
-        options |= encrypted(root, root.parent)
-    if name.startswith("values"):
-        values = {one: bytes.fromhex(text) for one, text in json.loads((root / f"{name}.json").read_text()).items()}
-        return ValueStore(values, **options)
-    if name == "objects":
-        options["remote"] = True
-    return open_store(f"{'lmdb' if name.startswith('lmdb') else 'file'}://{root}/{name}", **options)
-
-
-def got(store: BlockStore, blocks: Sequence[GoldenBlock]) -> list[GetOutcome]:
-    """Outcomes, once it is sure that what was found is what it should be."""
-    outcomes: list[GetOutcome] = []
-    for block in blocks:
-        into = np.zeros(block.content.nbytes, np.uint8)
-        outcomes += store.get_many_into(block.namespace, [BlockRead(block.key, into)])
-        assert outcomes[-1] is not GetOutcome.HIT or into.tobytes() == block.content.tobytes()
-    return outcomes
 
 
 def scanned(store: BlockStore) -> dict[tuple[str, BlockKey], BlockInfo]:
@@ -332,7 +306,6 @@ def test_manifests_have_the_fingerprints_that_they_had() -> None:
 
 def test_the_keyring_says_whose_its_keys_are() -> None:
     ring = Document.unpacked((GOLDEN / "keyring.json").read_bytes(), "golden")
-    operator_key = bytes(range(32))
-    assert ring.is_wrapped_by(operator_key)
+    assert ring.is_wrapped_by(OPERATOR_KEY)
     assert {key.tenant for key in ring.keys} == {"", TENANT}
-    assert all(key.unwrapped(ring.id, operator_key) is not None for key in ring.keys)
+    assert all(key.unwrapped(ring.id, OPERATOR_KEY) is not None for key in ring.keys)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from golden_contents import BLOCKS, LATER_S, SEALED, SPACES, GoldenBlock, at
-from make import ValueStore
-from test_golden import copied, got, opened
+from golden_tiers import ValueStore, got, opened
 
 from kvstore import BlockStore, GetOutcome, PutOutcome
 from kvstore.archive import open_archive
@@ -19,7 +18,9 @@ from kvstore.environment import Environment
 from kvstore.errors import KeyringError, NewerFormatError, OlderFormatError, StoreOpenError
 from kvstore.integrity import crc32c
 from kvstore.records import address_of, generation_of
+from kvstore.url import TierURL
 from kvstore.values import name_of
+from kvstore_lmdb import LMDBStore
 from kvstore_lmdb.entry import place_of
 from kvstore_zarr import LocalZarrStore
 from kvstore_zarr.metadata import NamespaceTree
@@ -28,8 +29,6 @@ from kvstore_zarr.reindex import reindex
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-__all__ = ["copied"]
 
 HIT, MISS, CORRUPT = GetOutcome.HIT, GetOutcome.MISS, GetOutcome.CORRUPT
 ONE, OTHER = SEALED[3], SEALED[4]
@@ -281,3 +280,16 @@ def test_entries_of_documents_that_are_not_known_are_ignored(copied: Path) -> No
         path.write_text(json.dumps(document))
     with at(LATER_S), opened("file", copied) as store:
         assert len(store.namespaces()) == len(SPACES)
+
+
+def test_a_damaged_environment_of_a_later_version_is_not_saved_by_ours(copied: Path) -> None:
+    catalogue_says(copied / "lmdb", VERSION)
+    path = copied / "lmdb" / "data.mdb"
+    data = bytearray(path.read_bytes())
+    for start in range(0, len(data), 4096):
+        if struct.unpack_from("<H", data, start + 10)[0] == 4:  # where a large value begins
+            data[start : start + 16] = bytes(16)
+    path.write_bytes(data)
+    with pytest.raises(NewerFormatError, match="upgrade"):
+        LMDBStore.salvage(TierURL.parse(f"lmdb://{copied}/lmdb").validated(LMDBStore.options))
+    assert path.read_bytes() == data

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import redis
 
-from kvstore import GetOutcome, PutOutcome, open_store
-from kvstore.errors import InvalidOptionError, InvalidURLError, StoreAccessError, StoreOpenError, TierUnavailable
+from kvstore import BlockRead, GetOutcome, PutOutcome, open_store
+from kvstore.errors import (
+    InvalidOptionError,
+    InvalidURLError,
+    NewerFormatError,
+    OlderFormatError,
+    StoreAccessError,
+    StoreOpenError,
+    TierUnavailable,
+)
 from kvstore.testing.servers import free_port, valkey
 from kvstore.testing.supply import SPACE, get, key, write
 from kvstore.values import name_of
@@ -24,6 +35,7 @@ if TYPE_CHECKING:
 
 HIT, MISS, CORRUPT = GetOutcome.HIT, GetOutcome.MISS, GetOutcome.CORRUPT
 STORED, FULL, FAILED = PutOutcome.STORED, PutOutcome.FULL, PutOutcome.FAILED
+GOLDEN = Path(__file__).parents[1] / "golden" / "v1" / "values.json"
 
 
 @pytest.fixture
@@ -204,3 +216,38 @@ def test_the_doctor_says_what_bounds_the_server(server: RedisServer) -> None:
         found = {finding.check: finding for finding in examine(bounded.url())}
         assert found["memory"].grade is Grade.OK
         assert "append-only file" in found["persistence"].found
+
+
+class TestFormat:
+    def test_the_golden_values_of_version_1_are_read_from_a_server(self, url: str, client: redis.Redis) -> None:
+        prefix = url.partition("prefix=")[2]
+        values = json.loads(GOLDEN.read_text())
+        client.mset({prefix + one: bytes.fromhex(text) for one, text in values.items()})
+        blocks = sum(one.count("-") == 2 and not one.startswith("purged") for one in values)
+        with open_store(url, readonly=True) as store:
+            found = [(space, info.key) for space in store.namespaces() for info in store.scan(space)]
+            assert len(found) == blocks > 10
+            for space, key_ in found:
+                into = bytearray(space.block_bytes(key_.group))
+                assert store.get_many_into(space, [BlockRead(key_, into)]) == [HIT]
+
+    @pytest.mark.parametrize(("version", "error"), [(b"0", OlderFormatError), (b"2", NewerFormatError)])
+    def test_a_tier_of_another_version_is_refused(
+        self, version: bytes, error: type[Exception], url: str, client: redis.Redis
+    ) -> None:
+        client.set(url.partition("prefix=")[2] + "format", version)
+        for readonly in (True, False):
+            with pytest.raises(error, match=f"format {version.decode()}"):
+                open_store(url, readonly=readonly)
+
+    def test_with_a_ttl_what_is_said_of_all_blocks_outlives_them(
+        self, url: str, client: redis.Redis, tmp_path: Path
+    ) -> None:
+        (tmp_path / "key").write_text(secrets.token_hex(32))
+        sealed = {"encryption": f"file:{tmp_path}/key", "keyring": f"{tmp_path}/ring.json"}
+        with open_store(url, ttl="1h", **sealed) as store:
+            store.put_many(SPACE, [write(1)])
+        prefix = url.partition("prefix=")[2]
+        assert client.ttl(name(url, 1)) > 0
+        for one in ("format", "sealed", f"manifest-{SPACE.name}"):
+            assert client.ttl(prefix + one) == -1, one
