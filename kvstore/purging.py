@@ -95,12 +95,19 @@ class Request:
         """Whether blocks of this namespace may go."""
         return self.namespaces is None or space.name in self.namespaces
 
-    def infos(self, store: BlockStore, space: Namespace) -> Iterator[BlockInfo]:
-        """The blocks of a namespace that are to go. Raises `ValueError` where the store cannot tell which."""
+    def infos(
+        self, store: BlockStore, space: Namespace, data_keys: frozenset[bytes] = frozenset()
+    ) -> Iterator[BlockInfo]:
+        """The blocks of a namespace that are to go. Raises `ValueError` where the store cannot tell which.
+
+        `data_keys`: ids of the keys that the tenant's blocks are sealed with; for stores that keep no marks.
+        """
         if self.mark == Mark():
             found = store.scan_ages(space)
         elif store.capabilities.marks:
             found = store.scan_marked(space, self.mark)
+        elif store.capabilities.sealed and self.mark == Mark(tenant=self.tenant):
+            found = _sealed_with(store, space, data_keys)
         else:
             raise ValueError("it keeps no labels and tenants: purge it by namespace, by age, or as a whole")
         if self.older_than is None:
@@ -195,12 +202,13 @@ class _Purge:
     refuse_s: float
     overwrite: bool
     advance: Callable[[int], object]
+    data_keys: frozenset[bytes]
 
     def survey(self) -> None:
         """Count what would go."""
         for space in self._spaces():
             seen = SpaceReceipt(space.name, space.model)
-            for info in self.asked.infos(self.store, space):
+            for info in self._infos(space):
                 _count(seen, info, self.asked)
                 self.advance(1)
             if seen.blocks:
@@ -219,7 +227,7 @@ class _Purge:
             if not sum([self._remove(space, seen[name]) for name, space in spaces.items()]):
                 break
         self._settle(spaces, seen)
-        for info in (info for space in spaces.values() for info in self.asked.infos(self.store, space)):
+        for info in (info for space in spaces.values() for info in self._infos(space)):
             since = self.receipt.began <= info.created <= now_ns() / 1e9  # else it was there, by whatever clock
             self.receipt.left += not since
             self.receipt.stored_since += since
@@ -233,11 +241,14 @@ class _Purge:
             self.receipt.remains.append(Residue(beyond, None, "reset the engines, then purge again"))
         self.receipt.remains += self.store.finish_purge(overwrite=self.overwrite, advance=self._overwritten)
 
+    def _infos(self, space: Namespace) -> Iterator[BlockInfo]:
+        return self.asked.infos(self.store, space, self.data_keys)
+
     def _spaces(self) -> list[Namespace]:
         return [space for space in self.store.namespaces() if self.asked.takes(space)]
 
     def _remove(self, space: Namespace, seen: SpaceReceipt) -> int:
-        removed, infos = 0, self.asked.infos(self.store, space)
+        removed, infos = 0, self._infos(space)
         while some := list(islice(infos, AT_ONCE)):
             keys = [info.key for info in some]
             gone = self.store.purge_many(space, keys, refuse_s=self.refuse_s, overwrite=self.overwrite)
@@ -264,11 +275,32 @@ class _Purge:
         self.receipt.overwritten += nbytes
 
 
+def _sealed_with(store: BlockStore, space: Namespace, data_keys: frozenset[bytes]) -> Iterator[BlockInfo]:
+    """The blocks that are sealed with those keys: each is asked for its id."""
+    infos = store.scan_ages(space)
+    while some := list(islice(infos, AT_ONCE)):
+        ids = store.sealed_with(space, [info.key for info in some])
+        yield from (info for info, key_id in zip(some, ids, strict=True) if key_id in data_keys)
+
+
 def _count(seen: SpaceReceipt, info: BlockInfo, asked: Request) -> None:
     seen.blocks += 1
     seen.bytes += info.stored_bytes
     seen.pinned += info.pinned
     seen.shared += bool(asked.tenant and any(tenant != asked.tenant for tenant in info.tenants))
+
+
+def _data_keys(url: TierURL | str, tenant: str) -> frozenset[bytes]:
+    """Ids of the tenant's data keys, and of all that are no more: what is under those is nobody's. Raises a
+    `KVStoreError`.
+    """
+    tier = TierURL.parse(url) if isinstance(url, str) else url
+    found = check_options(tier.validated(backend_class(tier).options))
+    if found is None:
+        return frozenset()
+    with Keyring.open(found[1], found[0], create=False) as keyring:
+        ring = keyring.ring()
+    return ring.destroyed | {key_id for key_id, whose in ring.tenants.items() if whose == tenant}
 
 
 def _destroy_keys(url: TierURL | str, asked: Request, keys: Keys) -> bool:
@@ -288,11 +320,13 @@ def _destroy_keys(url: TierURL | str, asked: Request, keys: Keys) -> bool:
     return True
 
 
-def _beside_keys(tier: TierReceipt, asked: Request) -> list[Residue]:
+def _beside_keys(tier: TierReceipt, asked: Request, *, marks: bool) -> list[Residue]:
     if not tier.erasable:
         remedy = "purge with --keys destroy" if asked.is_whole else ""
         return [Residue("data keys that open every copy of the removed blocks", None, remedy)]
     found = [Residue("copies of the keyring that somebody kept, beside the operator's key", None, "erase them as well")]
+    if asked.tenant and not marks:
+        found.append(Residue("blocks that others had stored before the tenant used them: they are under others' keys"))
     shared = sum(space.shared for space in tier.spaces)
     if shared:
         found.append(Residue(f"{shared} blocks of other tenants too: some may be sealed under their keys"))
@@ -328,8 +362,9 @@ def purge(
             with open_store(url, readonly=True):  # nothing is made where no tier is
                 pass
             with open_store(url, readonly=True) if dry_run else open_store(url) as store:
-                one = _Purge(store, asked, tier, refuse_s, overwrite, advance)
                 sealed = store.capabilities.sealed
+                of_tenant = _data_keys(url, asked.tenant) if sealed and asked.tenant else frozenset[bytes]()
+                one = _Purge(store, asked, tier, refuse_s, overwrite, advance, of_tenant)
                 if dry_run:
                     one.survey()
                     continue
@@ -337,7 +372,7 @@ def purge(
                     tier.erasable = _destroy_keys(url, asked, keys)
                 one.run()
                 if sealed:
-                    tier.remains += _beside_keys(tier, asked)
+                    tier.remains += _beside_keys(tier, asked, marks=store.capabilities.marks)
         except (KVStoreError, ValueError) as error:
             tier.failed.append(str(error))
         finally:

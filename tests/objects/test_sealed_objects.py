@@ -23,7 +23,7 @@ from kvstore.testing import StoreTests
 from kvstore.testing.blocks import BlockTests
 from kvstore.testing.damage import DamageTests
 from kvstore.testing.hooks import StoreHooks
-from kvstore.testing.supply import SPACE, buffer, content, get, key, keys, write, writes
+from kvstore.testing.supply import SPACE, buffer, content, get, held, key, keys, write, writes
 from kvstore.types import BlockWrite, GetOutcome, PutOutcome
 from kvstore.url import TierURL
 from kvstore_zarr.format import DigestWords
@@ -158,8 +158,9 @@ def test_of_a_copy_that_was_made_before_no_block_of_a_purged_tenant_can_be_read(
     with open_store(url) as engine:  # somebody uses it meanwhile
         assert get(engine, range(5)) == [HIT] * 5
         (receipt,) = purge([url], Request(tenant="acme"), dry_run=False).tiers
-        assert receipt.erasable is True
+        assert (receipt.erasable, receipt.complete, receipt.blocks) == (True, True, 3)
         assert get(engine, range(5)) == [MISS] * 3 + [HIT] * 2
+        assert held(engine) == {key(3), key(4)}
     with open_store(copy) as store:
         assert get(store, range(5)) == [MISS] * 3 + [HIT] * 2
         assert store.put_many(SPACE, [write(1, tenant="acme")]) == [STORED]  # under a key that is new

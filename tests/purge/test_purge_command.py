@@ -239,6 +239,30 @@ def sealed_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return made
 
 
+@pytest.mark.parametrize("keys_too", [True, False])
+def test_of_an_encrypted_tier_without_marks_goes_what_is_under_the_tenants_keys(
+    keys_too: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "operator.key").write_text(base64.b64encode(os.urandom(32)).decode())
+    seal = f"encryption=file:{tmp_path}/operator.key&keyring={tmp_path}/keyring.json"
+    url = f"file://{tmp_path}/kv?remote=true&lookup_ttl=0&{seal}"
+    with kvstore.open_store(url) as store:
+        store.put_many(SPACE, [write(number, tenant="acme" if number < 4 else "zeta") for number in range(6)])
+    code, told = machine(capsys, "purge", url, "--tenant", "acme")
+    assert (code, told["tiers"][0]["blocks"]) == (EXIT_OK, 4)  # what would go
+    code, told = machine(capsys, "purge", url, "--tenant", "acme", "--yes", *(() if keys_too else ("--keys", "keep")))
+    (tier,) = told["tiers"]
+    assert (code, tier["blocks"], tier["erasable"], tier["left"]) == (EXIT_OK, 4, keys_too, 0)
+    assert keys_too == any("stored before the tenant" in residue["what"] for residue in tier["remains"])
+    with kvstore.open_store(url) as store:
+        assert held(store) == {key(4), key(5)}
+        assert get(store, range(6)) == [MISS] * 4 + [HIT] * 2
+        assert store.put_many(SPACE, [write(1, tenant="acme")]) == [REFUSED]
+    code, told = machine(capsys, "purge", url, "--label", "x", "--yes")
+    assert code == EXIT_NOT_INTACT
+    assert "keeps no labels" in told["tiers"][0]["failed"][0]
+
+
 def _copied(tmp_path: Path, url: str) -> str:
     """The URL of a copy of the tier, as a backup has it, keyring and operator's key being where they were."""
     shutil.copytree(tmp_path / "kv", tmp_path / "copy")
