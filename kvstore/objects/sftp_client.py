@@ -8,17 +8,22 @@ used again.
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore.objects.faults import Kind, RequestFailed
 from kvstore.objects.fsspec_client import FsspecClient
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvstore.objects.settings import Place
     from kvstore.url import TierURL
 
 __all__ = ["SftpClient"]
+
+T = TypeVar("T")
 
 CONNECTIONS = 8
 """Most of them. An sshd turns guests away at random where ten are at its door (MaxStartups)."""
@@ -74,7 +79,7 @@ class SftpClient(FsspecClient):
         if not self._connecting.acquire(timeout=self.attempt_timeout):
             raise RequestFailed(Kind.TIMEOUT, "another connection is being made all the while")
         try:
-            return self._connected()[0]
+            return _apart(self._connected)[0]
         finally:
             self._connecting.release()
 
@@ -83,6 +88,27 @@ class SftpClient(FsspecClient):
             _close(filesystem)
         else:
             self._idle.append(filesystem)
+
+
+def _apart(call: Callable[[], T]) -> T:
+    """The result of `call`, made on a thread of its own.
+
+    paramiko tries a key as one kind after another, and what that raised stays, in a cycle with the frames of everybody
+    who called, until garbage is collected: here nobody's block is among them.
+    """
+    done: Future[T] = Future()
+    threading.Thread(target=_answer, args=(done, call), daemon=True).start()
+    try:
+        return done.result()
+    finally:
+        del done  # an error and the frame it was raised in would hold each other
+
+
+def _answer(done: Future[T], call: Callable[[], T]) -> None:
+    try:
+        done.set_result(call())
+    except BaseException as error:  # raised again, where somebody waits for it
+        done.set_exception(error)
 
 
 def _is_alive(filesystem: Any) -> bool:
