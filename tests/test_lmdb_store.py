@@ -22,6 +22,7 @@ from kvstore.environment import PAGE
 from kvstore.errors import StoreDamagedError, StoreFullError, TierUnavailable
 from kvstore_lmdb import LMDBStore
 from kvstore_lmdb.entry import stored_bytes
+from kvstore_lmdb.get import few
 from kvstore_lmdb.opening import evict
 from kvstore_lmdb.space import SMALLEST_CAPACITY, Space
 
@@ -428,3 +429,26 @@ class TestWhatCannotBeDone:
             with pytest.raises(TierUnavailable, match="totals"):
                 store.usage()
             assert get(store, [1]) == [HIT]
+
+
+@pytest.mark.parametrize(("nbytes", "together"), [(64 << 10, 16), (512 << 10, 2), (2 << 20, 1), (0, 40)])
+def test_a_transaction_reads_a_mib_of_blocks_or_one(nbytes: int, together: int) -> None:
+    into = np.empty(nbytes, np.uint8)
+    wanted = [(bytes([number]), into) for number in range(40)]
+    groups = few(wanted)
+    assert [one for group in groups for one in group] == wanted
+    assert {len(group) for group in groups[:-1]} <= {together}
+    assert 0 < len(groups[-1]) <= together
+    assert few([]) == []
+
+
+@pytest.mark.parametrize("group", [0, 2])
+def test_a_call_of_the_size_that_it_asks_for_is_one_transaction(group: int, tmp_path: Path) -> None:
+    with opened(tmp_path / "kv") as store:
+        blocks = store.capabilities.batch_bytes // SPACE.block_bytes(group)
+        data = content(0, group).data
+        writes = [BlockWrite(key(number, group), data) for number in range(2 * blocks)]
+        before = store._tier.environment.last_transaction()
+        for call in (writes[:blocks], writes[blocks:]):
+            assert set(store.put_many(SPACE, call)) == {PutOutcome.STORED}
+        assert store._tier.environment.last_transaction() - before == 2

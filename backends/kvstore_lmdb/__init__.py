@@ -3,7 +3,7 @@
 The URL names a directory with `data.mdb`, `lock.mdb` and the files of `kvstore.presence`. In the environment stand the
 catalogue (`kvstore.catalog`) and one more database, `blocks`: generation to header and payload (`kvstore_lmdb.entry`).
 In `info` there may be a record `tick`: eight bytes without a meaning, written where a commit is needed for itself.
-A put is one transaction for each 16 MiB, with room made in an earlier one; a get is one short read transaction for
+A put is one transaction for each 4 MiB, with room made in an earlier one; a get is one short read transaction for
 each MiB: every block is copied out and checked there. The cap is a bound that LMDB itself keeps (`kvstore_lmdb.space`).
 """
 
@@ -126,7 +126,7 @@ class LMDBStore(BlockStore):
                 staged = _with_keys(self._sealer, staged)
             with self._telling():
                 self._take_back([member.address for member in staged])
-                chunk_bytes = self._tier.current_space().chunk
+                chunk_bytes = self._tier.current_space().chunk * 9 // 8  # blocks of 32 KiB and more with their headers
             for chunk in chunks(staged, chunk_bytes):
                 with self._telling():
                     stored = self._puts.put(namespace, chunk, now)
