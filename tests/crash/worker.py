@@ -51,8 +51,7 @@ def leak(kind: str, root: str, kept: list[object]) -> None:
         kept.append(thread := threading.Thread(target=threading.Event().wait, daemon=True))
         thread.start()
     elif kind in ("disk", "records"):
-        name = "lease-of-nobody" if kind == "records" else "stray"
-        Path(root, f"{name}-{os.getpid()}-{len(kept)}").write_bytes(b"x" * (kind == "disk") * 12_000)
+        Path(root, f"lease-of-nobody-{os.getpid()}-{len(kept)}").write_bytes(b"x" * (kind == "disk") * 12_000)
         kept.append(None)
 
 

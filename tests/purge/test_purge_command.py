@@ -239,15 +239,35 @@ def sealed_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return made
 
 
-@pytest.mark.parametrize("keys_too", [True, False])
-def test_of_an_encrypted_tier_without_marks_goes_what_is_under_the_tenants_keys(
-    keys_too: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def shared_url(tmp_path: Path) -> str:
+    """An encrypted tier that keeps no marks, with four blocks of acme and two of zeta."""
     (tmp_path / "operator.key").write_text(base64.b64encode(os.urandom(32)).decode())
     seal = f"encryption=file:{tmp_path}/operator.key&keyring={tmp_path}/keyring.json"
     url = f"file://{tmp_path}/kv?remote=true&lookup_ttl=0&{seal}"
     with kvstore.open_store(url) as store:
         store.put_many(SPACE, [write(number, tenant="acme" if number < 4 else "zeta") for number in range(6)])
+    return url
+
+
+def test_a_purge_that_ended_once_it_had_destroyed_the_keys_is_ended_by_the_same_again(
+    shared_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore.purging._Purge.run", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            purge([shared_url], Request(tenant="acme"), dry_run=False)
+    (tier,) = purge([shared_url], Request(tenant="acme"), dry_run=False).tiers
+    assert (tier.blocks, tier.complete, tier.erasable) == (4, True, True)
+    with kvstore.open_store(shared_url) as store:
+        assert held(store) == {key(4), key(5)}
+
+
+@pytest.mark.parametrize("keys_too", [True, False])
+def test_of_an_encrypted_tier_without_marks_goes_what_is_under_the_tenants_keys(
+    keys_too: bool, shared_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = shared_url
     code, told = machine(capsys, "purge", url, "--tenant", "acme")
     assert (code, told["tiers"][0]["blocks"]) == (EXIT_OK, 4)  # what would go
     code, told = machine(capsys, "purge", url, "--tenant", "acme", "--yes", *(() if keys_too else ("--keys", "keep")))
