@@ -268,7 +268,10 @@ def dies_there(site: Site, point: str, after: bool, times: int) -> None:
     assert site.check(settled=True).blocks == len(NUMBERS)
 
 
-QUICK = [("rename", True, 1), ("delete_many", True, 3), ("put_many", True, 3), ("retire", False, 1)]
+QUICK = [
+    ("file", "delete_many", True, 3), ("file", "retire", False, 1), ("lmdb", "rename", True, 1),
+    ("lmdb", "put_many", True, 3), ("remote", "put_many", False, 3),
+]  # fmt: skip
 STEPWISE = [
     *((point, after, times) for point in ("_replace", "rename", "sync_folder") for after in (False, True)
       for times in (1, 2)),
@@ -278,7 +281,7 @@ STEPWISE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("point", "after", "times"), QUICK)
+@pytest.mark.parametrize(("site", "point", "after", "times"), QUICK, indirect=["site"])
 def test_whoever_dies_there_costs_no_more_than_what_was_on_its_way(
     site: Site, point: str, after: bool, times: int
 ) -> None:
@@ -301,7 +304,7 @@ def test_nor_does_whoever_dies_in_the_put_of_a_batch(site: Site, step: str) -> N
 
 @pytest.mark.parametrize("site", ["lmdb"], indirect=True)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("point", ["fsync", "rename"])
+@pytest.mark.parametrize("point", [pytest.param("fsync", marks=pytest.mark.soak), "rename"])
 def test_whoever_dies_wrapping_the_keys_anew_leaves_one_operators_key_or_the_other(
     site: Site, point: str, after: bool
 ) -> None:
@@ -354,6 +357,7 @@ def killed_at_random(site: Site, rounds: int, chance: random.Random) -> dict[str
     return told | {"looks at the keyring": looks[0], "destroyed keys": len(site.who()[1].destroyed)}
 
 
+@pytest.mark.parametrize("site", ["file"], indirect=True)
 def test_whoever_is_killed_at_random_leaves_a_whole_keyring_and_whole_blocks(site: Site) -> None:
     told = killed_at_random(site, 4, random.Random())
     assert told["kills"] + told["ended first"] == 4

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 HIT, MISS, STORED = GetOutcome.HIT, GetOutcome.MISS, PutOutcome.STORED
 READER = Path(__file__).parents[1] / "backends" / "read_sealed.py"
 LAYOUT = BlockLayout.canonical(layers=2, tokens=16, heads=3, head_dim=64, dtype="float16")
+WRITERS = pytest.mark.parametrize("client", ["obstore", pytest.param("fsspec", marks=pytest.mark.soak)])
 TYPED = Namespace("model", "revision-1", (LAYOUT,), block_tokens=16)
 
 
@@ -142,6 +143,7 @@ def test_a_wrong_key_or_none_is_an_error_at_opening_and_nothing_changes(
         assert get(store, range(3)) == [HIT, HIT, MISS]
 
 
+@WRITERS
 def test_of_a_copy_that_was_made_before_no_block_of_a_purged_tenant_can_be_read(
     url: str, place: str, server: S3Server
 ) -> None:
@@ -171,6 +173,7 @@ def test_of_a_copy_that_was_made_before_no_block_of_a_purged_tenant_can_be_read(
         assert get(store, range(5)) == [MISS] * 3 + [HIT] * 2
 
 
+@WRITERS
 def test_stock_zarr_reads_it_over_s3fs_with_the_keys_and_not_without(
     url: str, place: str, server: S3Server, tmp_path: Path
 ) -> None:
@@ -208,7 +211,7 @@ def test_stock_zarr_reads_it_over_s3fs_with_the_keys_and_not_without(
     assert "checksum" in of_damaged
 
 
-@pytest.mark.parametrize("client", ["obstore", pytest.param("fsspec", marks=pytest.mark.soak)])
+@WRITERS
 def test_new_data_keys_for_a_bucket_leave_nothing_under_the_old_ones(url: str) -> None:
     url += "&lookup_ttl=0"
     with open_store(url) as store:
