@@ -59,6 +59,7 @@ PARTS = (0, 3, 0, 70_000, 1)
 def test_an_object_is_read_into_the_callers_parts_in_pieces_or_at_once(
     server: S3Server, place: str, client: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(obstore_client, "WHOLE", piece)
     monkeypatch.setattr(obstore_client, "PIECE", piece)
     data = np.random.default_rng(7).integers(0, 256, sum(PARTS), np.uint8)
     with FaultProxy(server.port) as proxy:
