@@ -141,8 +141,10 @@ class PrefixCache:
         hit_tokens = self.manager.load_prefix(keys, place, timeout=self.timeout) * step if keys else 0
         cache = DynamicCache(config=self.model.config)
         if hit_tokens:
-            kv = torch.as_tensor(host.view(np.uint8)).view(getattr(torch, self._layout.dtype)).to(self.model.device)
-            _layers(cache)[:] = [RoomyLayer(key, value, hit_tokens) for key, value in kv[:, :, None]]
+            with torch.inference_mode(False):  # else nobody could write into it outside of that mode
+                kv = torch.as_tensor(host.view(np.uint8)).view(getattr(torch, self._layout.dtype))
+                kv = kv.to(self.model.device)[:, :, None]
+                _layers(cache)[:] = [RoomyLayer(key, value, hit_tokens) for key, value in kv]
         return cache, hit_tokens
 
     def store(self, tokens: Sequence[int] | torch.Tensor, cache: DynamicCache, *, start: int = 0) -> int:

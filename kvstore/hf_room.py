@@ -30,25 +30,30 @@ class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def __init__(self, keys: Tensor, values: Tensor, length: int) -> None:
         _untyped.__init__(self)
         self.lazy_initialization(keys, values)
-        self._room = (keys, values)
+        self._room: tuple[Tensor, Tensor] | None = (keys, values)
         self._shown = [length]  # one for all copies that share the memory
         self.keys, self.values = keys[..., :length, :], values[..., :length, :]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append; the keys and values of all tokens."""
-        keys, values = self._room
         end = self._shown[0] + key_states.shape[-2]
-        if not self._has_room(key_states, end):
+        if self._room is None or not self._has_room(self._room[0], key_states, end):
+            self._room = None  # it has no use any more, and would keep what was loaded in memory
             return cast("tuple[Tensor, Tensor]", _untyped.update(self, key_states, value_states, *args, **kwargs))
+        keys, values = self._room
         start, self._shown[0] = self._shown[0], end
         keys[..., start:end, :] = key_states
         values[..., start:end, :] = value_states
         self.keys, self.values = keys[..., :end, :], values[..., :end, :]
         return self.keys, self.values
 
-    def _has_room(self, states: Tensor, end: int) -> bool:
-        room, shown = self._room[0], self.keys
+    def _has_room(self, room: Tensor, states: Tensor, end: int) -> bool:
+        shown = self.keys
         if shown is None or shown.data_ptr() != room.data_ptr() or end > room.shape[-2]:
             return False
-        fits = shown.shape[:-2] == states.shape[:-2] and shown.shape[-2] == self._shown[0]
-        return fits and not (torch.is_grad_enabled() and states.requires_grad)
+        # Where gradients are recorded, a backward may want what is shown as it was; and other types are promoted.
+        if torch.is_grad_enabled() or states.dtype != room.dtype:
+            return False
+        if room.is_inference() and not torch.is_inference_mode_enabled():
+            return False
+        return shown.shape[:-2] == states.shape[:-2] and shown.shape[-2] == self._shown[0]

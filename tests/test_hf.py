@@ -85,6 +85,20 @@ def kv(cache: Any, tokens: int) -> list[bytes]:
     return [t[:, :, :tokens].contiguous().view(torch.uint8).numpy().tobytes() for pair in pairs for t in pair]
 
 
+def test_a_prompt_that_was_read_in_inference_mode_goes_on_outside_of_it(model_dir: Path, store: BlockStore) -> None:
+    model = load(model_dir, "float32")
+    remember(model, store, PROMPT)
+    with PrefixCache(model, store, block_tokens=BLOCK) as cache, torch.inference_mode():
+        prompt = cache.prefill(PROMPT)
+    assert prompt.hit_tokens
+    layer = prompt.cache.layers[0]
+    place, before = layer.keys.data_ptr(), kv(prompt.cache, len(PROMPT))
+    with torch.no_grad():
+        layer.update(layer.keys[:, :, -1:].clone(), layer.values[:, :, -1:].clone())
+    assert (layer.keys.data_ptr(), layer.get_seq_length()) == (place, len(PROMPT) + 1)
+    assert kv(prompt.cache, len(PROMPT)) == before
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_what_is_restored_is_bytewise_what_was_computed(model_dir: Path, store: BlockStore, dtype: str) -> None:
     model = load(model_dir, dtype)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -41,8 +43,9 @@ def same(roomy: Any, stock: Any) -> bool:
 
 
 def both(layers: tuple[Any, Any], act: Callable[[Any], object]) -> None:
-    for layer in layers:
-        act(layer)
+    with torch.no_grad():
+        for layer in layers:
+            act(layer)
     assert same(*layers)
 
 
@@ -101,3 +104,44 @@ def test_gradients_go_the_stock_way() -> None:
         (layer.update(keys, values)[0].sum() * 2).backward()
         assert not loaded.requires_grad
     assert torch.equal(keys.grad, torch.full_like(keys, 4))
+
+
+def test_a_backward_finds_what_a_forward_before_was_shown() -> None:
+    """As where an adapter has changed the queries alone: keys need no gradient, and the queries' one needs the keys."""
+    gradients: list[Any] = []
+    for layer in pair():
+        queries = states(1, 5)[0].requires_grad_()
+        outputs = [
+            torch.nn.functional.scaled_dot_product_attention(queries, *layer.update(*states(1, n))) for n in (2, 3)
+        ]
+        sum(outputs).sum().backward()
+        gradients.append(queries.grad)
+    assert torch.equal(*gradients)
+
+
+def test_what_is_of_another_type_is_promoted_as_in_a_stock_layer() -> None:
+    keys, values = (part.bfloat16() for part in states(ROOM))
+    roomy, stock = RoomyLayer(keys, values, LOADED), DynamicLayer()
+    stock.update(keys[:, :, :LOADED], values[:, :, :LOADED])
+    both((roomy, stock), lambda layer: layer.update(*states(2, 2)))
+    assert roomy.keys.dtype == torch.float32
+
+
+def test_what_was_made_in_inference_mode_grows_outside_of_it() -> None:
+    with torch.inference_mode():
+        layers = pair()
+        place = layers[0].keys.data_ptr()
+        both(layers, lambda layer: layer.update(*states(2, 2)))
+        assert layers[0].keys.data_ptr() == place
+    both(layers, lambda layer: layer.update(*states(2, 3)))
+
+
+def test_what_was_loaded_is_let_go_of_once_there_is_no_room_left() -> None:
+    keys, values = states(ROOM)
+    loaded = [weakref.ref(part) for part in (keys, values)]
+    layer = RoomyLayer(keys, values, LOADED)
+    del keys, values
+    with torch.no_grad():
+        layer.update(*states(ROOM - LOADED + 1, 2))
+    gc.collect()
+    assert [one() for one in loaded] == [None, None]
