@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -202,7 +203,8 @@ class _Purge:
     refuse_s: float
     overwrite: bool
     advance: Callable[[int], object]
-    data_keys: frozenset[bytes]
+    data_keys: Callable[[], frozenset[bytes]]
+    """Of the tenant, as they are now: where keys are changed or destroyed meanwhile, what is stored is under others."""
 
     def survey(self) -> None:
         """Count what would go."""
@@ -242,7 +244,7 @@ class _Purge:
         self.receipt.remains += self.store.finish_purge(overwrite=self.overwrite, advance=self._overwritten)
 
     def _infos(self, space: Namespace) -> Iterator[BlockInfo]:
-        return self.asked.infos(self.store, space, self.data_keys)
+        return self.asked.infos(self.store, space, self.data_keys())
 
     def _spaces(self) -> list[Namespace]:
         return [space for space in self.store.namespaces() if self.asked.takes(space)]
@@ -363,7 +365,7 @@ def purge(
                 pass
             with open_store(url, readonly=True) if dry_run else open_store(url) as store:
                 sealed = store.capabilities.sealed
-                of_tenant = _data_keys(url, asked.tenant) if sealed and asked.tenant else frozenset[bytes]()
+                of_tenant = partial(_data_keys, url, asked.tenant) if sealed and asked.tenant else frozenset[bytes]
                 one = _Purge(store, asked, tier, refuse_s, overwrite, advance, of_tenant)
                 if dry_run:
                     one.survey()
