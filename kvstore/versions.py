@@ -7,7 +7,7 @@ and left alone (`is_foreign`), because whoever wrote it can read it; it is never
 
 from __future__ import annotations
 
-from kvstore.errors import NewerFormatError, OlderFormatError
+from kvstore.errors import NewerFormatError, NotAStoreError, OlderFormatError
 
 __all__ = ["FORMAT_VERSION", "MUST_KNOW", "check_version", "is_foreign"]
 
@@ -19,13 +19,16 @@ MUST_KNOW = 0x00FF
 
 
 def check_version(found: object, place: str, what_to_do: str) -> None:
-    """Raise `NewerFormatError` or `OlderFormatError` where `place` says that it is of another version than ours.
+    """Raise `NewerFormatError` or `OlderFormatError` where `place` says that it is of another version than ours, and
+    `NotAStoreError` where what it says is no version.
 
-    `what_to_do` with one that is too old: it was written before there was a promise to read it.
+    `what_to_do` with one that is too old, or damaged: it was written before there was a promise to read it.
     """
-    if type(found) is int and found == FORMAT_VERSION:
+    if type(found) is not int:
+        raise NotAStoreError(f"{place} is of format {found!r}, which is no version: it was damaged; {what_to_do}")
+    if found == FORMAT_VERSION:
         return
-    if type(found) is int and found < FORMAT_VERSION:
+    if found < FORMAT_VERSION:
         raise OlderFormatError(
             f"{place} is of format {found}, from before version {FORMAT_VERSION}, which is not read any more:"
             f" {what_to_do}"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvstore import BlockKey, BlockLayout, BlockRead, BlockWrite, GetOutcome, Namespace, PutOutcome, open_store
 from kvstore.errors import NewerFormatError, NotAStoreError
 from kvstore_zarr.device import aligned_empty
-from kvstore_zarr.format import PAGE, BlockFacts, BlockFrame, DigestWords
+from kvstore_zarr.format import PAGE, BlockFacts, BlockFrame, DigestWords, is_left_alone
 from kvstore_zarr.metadata import NamespaceTree, read_namespace
 
 if TYPE_CHECKING:
@@ -258,3 +258,9 @@ def test_a_bfloat16_block_is_read_back_as_it_was(tmp_path: Path) -> None:
     with open_store(f"file://{tmp_path}/tier", readonly=True) as store:
         assert store.get_many_into(space, [BlockRead(key, into)]) == [GetOutcome.HIT]
     assert into.tobytes() == values(layout).tobytes()
+
+
+@pytest.mark.parametrize("left", [0, 1, 19])
+def test_a_file_that_becomes_shorter_while_it_is_looked_at_is_nobodys(left: int) -> None:
+    """Who removes a block truncates its file, between the question how long it is and the reading."""
+    assert not is_left_alone(8192, lambda _, length: bytes(length)[:left])

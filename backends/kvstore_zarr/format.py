@@ -170,11 +170,13 @@ class BlockFrame:
 def is_left_alone(size: int, read: Callable[[int, int], bytes]) -> bool:
     """Whether a file of `size` bytes that is no block of ours is a whole one of a later kvstore, which reads it.
 
-    `read` gives so many bytes from an offset.
+    `read` gives so many bytes from an offset; fewer where the file has become shorter, as one does that is removed.
     """
     if size < _CLOSING_MIN:
         return False
     end = read(size - _INDEX_BYTES, _INDEX_BYTES)
+    if len(end) != _INDEX_BYTES:
+        return False
     offset, length = _INDEX.unpack_from(end)
     start = length - _CRC.size
     if end[_INDEX.size :] != _CRC.pack(crc32c(end[: _INDEX.size])) or offset or not 0 <= start <= size - _CLOSING_MIN:

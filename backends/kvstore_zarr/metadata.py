@@ -208,6 +208,8 @@ def parse_namespace(data: bytes, name: str, place: str, seal: str | None = None)
         facts = json.loads(data)["attributes"][_ATTRIBUTE]
         version, fingerprint = facts["format"], facts["fingerprint"]
         found = str(facts.get(_SEALED, {}).get("keyring", PLAIN))
+        if type(version) is not int:
+            raise TypeError(f"its format is {version!r}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         _check_unreadable(name, place, error)
         return None

@@ -15,7 +15,7 @@ from golden_tiers import ValueStore, got, opened
 from kvstore import BlockStore, GetOutcome, PutOutcome
 from kvstore.archive import open_archive
 from kvstore.environment import Environment
-from kvstore.errors import KeyringError, NewerFormatError, OlderFormatError, StoreOpenError
+from kvstore.errors import KeyringError, NewerFormatError, NotAStoreError, OlderFormatError, StoreOpenError
 from kvstore.integrity import crc32c
 from kvstore.records import address_of, generation_of
 from kvstore.url import TierURL
@@ -218,6 +218,28 @@ def test_a_tier_of_a_later_version_says_what_to_upgrade(name: str, copied: Path,
     say_format(copied, name, VERSION)
     with pytest.raises(StoreOpenError, match=r"format 2.*upgrade"):
         opened(name, copied, readonly=readonly)
+
+
+@pytest.mark.parametrize("said", ["", "1 ", "one", "1.0"])
+def test_values_that_say_no_version_are_damaged_and_not_of_a_later_one(said: str, copied: Path) -> None:
+    path = copied / "values.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": said.encode().hex()}))
+    with pytest.raises(NotAStoreError, match="damaged; remove all its values"):
+        opened("values", copied)
+
+
+@pytest.mark.parametrize("said", ["null", '"1"', "1.0", "true"])
+def test_a_manifest_that_says_no_version_is_damaged_and_repaired(said: str, copied: Path) -> None:
+    space = ONE.namespace
+    document = copied / "file" / space.name / "zarr.json"
+    before = document.read_text()
+    document.write_text(before.replace('"format": 1', f'"format": {said}'))
+    with at(LATER_S), opened("file", copied) as store:
+        assert "verify --repair" in " ".join(store.capabilities.notes)
+        assert space not in store.namespaces()
+        assert store.repair()
+        assert document.read_text() == before
+        assert got(store, [ONE]) == [HIT]
 
 
 @pytest.mark.parametrize("name", ["file", "objects"])
