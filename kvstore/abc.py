@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvstore.marks import MarkOutcome
 from kvstore.repairing import Examination
-from kvstore.types import Residue
+from kvstore.types import ResealOutcome, Residue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -245,6 +245,17 @@ class BlockStore(ABC):
         """
         del namespace
         return [None] * len(keys)
+
+    def reseal_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[ResealOutcome]:
+        """Seal each block anew, under its tenant's newest data key, in place of the one that is there; `blocks` have
+        the bytes that were just read of it.
+
+        Readers find the one or the other at every moment, whatever dies in between. Marks and ages stay as they are,
+        as far as the store keeps them. A block that was removed or purged meanwhile stays away. Under a capacity the
+        least recently used blocks may go for the second copies. This default replaces none.
+        """
+        del namespace
+        return [ResealOutcome.KEPT] * len(blocks)
 
     def leftovers(self, *, remove: bool = False) -> list[Leftover]:  # noqa: ARG002 - for stores that have some
         """What writers that died left in the tier, and nothing takes away by itself; `remove` takes it away."""

@@ -105,6 +105,12 @@ class Change(Snapshot):
         self._account(gone, -1)
         return gone
 
+    def resize(self, address: bytes, generation: int, size: int) -> None:
+        """Say what a block of that generation occupies now; nothing happens where there is none."""
+        (entry,) = self.find([address])
+        if entry is not None and entry.generation == generation:
+            self._change([(entry, replace(entry, size=size))])
+
     def mark(self, addresses: Sequence[bytes], mark: Mark) -> list[MarkOutcome]:
         """Add a mark to each block, as far as it may be pinned."""
         outcomes, changed = marked(self.find(addresses), mark, self.totals().pinnable)

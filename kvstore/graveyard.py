@@ -55,9 +55,11 @@ class Graveyard:
         self._read: set[str] = set()
         self._looked: float | None = steady_s() if looked else None
 
-    def refused(self, names: Iterable[str]) -> set[str]:
-        """Those of the blocks that are not to be stored, nor believed in. Looks for what others buried, if due."""
-        self._look()
+    def refused(self, names: Iterable[str], *, anew: bool = False) -> set[str]:
+        """Those of the blocks that are not to be stored, nor believed in. Looks for what others buried, if due, or
+        `anew` in any case.
+        """
+        self._look(anew=anew)
         return self.known(names)
 
     def knows_any(self, *, looking: bool = True) -> bool:
@@ -93,13 +95,13 @@ class Graveyard:
             self._shelf.remove(ended)
         return ended
 
-    def _look(self) -> None:
-        due = self._looked is None or steady_s() - self._looked >= self.seen_s
+    def _look(self, *, anew: bool = False) -> None:
+        due = anew or self._looked is None or steady_s() - self._looked >= self.seen_s
         # Others wait for the first look alone.
-        if not due or not self._lock.acquire(blocking=self._looked is None):
+        if not due or not self._lock.acquire(blocking=anew or self._looked is None):
             return
         try:
-            if self._looked is not None and steady_s() - self._looked < self.seen_s:
+            if not anew and self._looked is not None and steady_s() - self._looked < self.seen_s:
                 return
             looking = steady_s()
             now = now_ns() // 1_000_000_000

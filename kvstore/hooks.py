@@ -58,6 +58,14 @@ class KeyValueHooks(ABC):
         `OSError` with ENOSPC or EDQUOT: there is no room.
         """
 
+    def replace(self, name: str, parts: Buffers) -> bool:
+        """Store the concatenation of `parts` in place of the value that is there; False, and no change, where there is
+        none. Atomic as a `write` is; `OSError` where there is no room.
+
+        Optional: without it, blocks get new data keys by a removal and a write each.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no `replace`")
+
     def read(self, name: str, nbytes: int) -> bytes | memoryview | None:
         """The first `nbytes` bytes of the value; all of it where it is shorter; None where there is none.
 

@@ -32,7 +32,7 @@ from kvstore.namespace import Namespace
 from kvstore.retention import TTL, TTL_FROM, Retention
 from kvstore.sealing import PLAIN, SEALING, Unsealed, check_options, open_sealer
 from kvstore.tombs import refused_until
-from kvstore.types import GetOutcome, Leftover, PutOutcome, Residue, Usage
+from kvstore.types import GetOutcome, Leftover, PutOutcome, ResealOutcome, Residue, Usage
 from kvstore.url import READONLY
 from kvstore.values import (
     FORMAT,
@@ -201,6 +201,31 @@ class KeyValueStore(KeyValueHooks, BlockStore):
         with self._using():
             _checked_names(namespace, keys)
             return [None if facts is None else facts.key_id or None for facts in self._heads(namespace, keys)]
+
+    def reseal_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[ResealOutcome]:
+        with self._using():
+            checked = [(block, namespace.check_write(block)) for block in blocks]
+            if self.readonly or self._sealer is None or type(self).replace is KeyValueHooks.replace:
+                return [ResealOutcome.KEPT] * len(blocks)
+            data_keys = self._sealer.writing(block.tenant for block in blocks)
+            heads = self._heads(namespace, [block.key for block in blocks])
+            outcomes: list[ResealOutcome] = []
+            for (block, data), facts in zip(checked, heads, strict=True):
+                data_key = data_keys.get(block.tenant)
+                if facts is None or data_key is None:
+                    outcomes.append(ResealOutcome.KEPT if facts else ResealOutcome.GONE)
+                    continue
+                parts = value_of(namespace, block, data, data_key, created=facts.created)
+                outcomes.append(self._replaced(name_of(namespace, block.key), parts))
+            return outcomes
+
+    def _replaced(self, name: str, parts: Buffers) -> ResealOutcome:
+        try:
+            return ResealOutcome.RESEALED if if_there(self.replace, name, parts) else ResealOutcome.GONE
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            return ResealOutcome.KEPT
 
     def leftovers(self, *, remove: bool = False) -> list[Leftover]:
         """Tombstones that have ended."""

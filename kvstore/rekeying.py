@@ -7,8 +7,9 @@
 
 Resealing is for a data key that may have leaked. It works beside readers and writers, who seal with the new key from
 their next batch on. What is interrupted is gone on with by the same call: blocks say what they are sealed with. A block
-is away for the moment between its removal and its return; whoever asks for it then computes it. Old keys are dropped
-only once nothing that can be read is under them.
+is replaced where it is (`BlockStore.reseal_many`); where a store cannot, it is away for the moment between its removal
+and its return, and whoever asks for it then computes it. Old keys are dropped only once nothing that can be read is
+under them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kvstore.marks import MarkOutcome
 from kvstore.reading import batches
 from kvstore.registry import backend_class, open_store
 from kvstore.sealing import Keyring, check_options
-from kvstore.types import BlockRead, BlockWrite, GetOutcome
+from kvstore.types import BlockRead, BlockWrite, GetOutcome, ResealOutcome
 from kvstore.url import READONLY
 
 if TYPE_CHECKING:
@@ -155,23 +156,35 @@ class _Resealing:
         buffers = {info: np.empty(space.block_bytes(info.key.group), np.uint8) for info in stale}
         got = store.check_many(space, [BlockRead(info.key, buffer.data) for info, buffer in buffers.items()])
         readable = [info for info, outcome in zip(stale, got, strict=True) if outcome is GetOutcome.HIT]
-        store.delete_many(space, [info.key for info in readable])
         whose = {key_id: tenant for keyring in self.keyrings for key_id, tenant in keyring.ring().tenants.items()}
         writes = {
             info: BlockWrite(info.key, buffers[info].data, info.position, info.parent, whose[stale[info]])
             for info in readable
             if stale[info] in whose  # else its tenant was purged meanwhile
         }
-        outcomes = store.put_many(space, list(writes.values()))
-        kept = [info for info, outcome in zip(writes, outcomes, strict=True) if outcome.present]
-        marks = mark_again(store, space, kept)
+        outcomes = dict(zip(writes, store.reseal_many(space, list(writes.values())), strict=True))
+        gone = [info for info, outcome in outcomes.items() if outcome is ResealOutcome.GONE]
+        kept = [info for info, outcome in outcomes.items() if outcome is ResealOutcome.RESEALED]
+        left = {info: writes[info] for info, outcome in outcomes.items() if outcome is ResealOutcome.KEPT}
+        apart = [*left, *(info for info in readable if info not in writes)]
+        if apart:
+            store.delete_many(space, [info.key for info in apart])
+        if left:
+            kept += self._put_back(store, space, left)
         self._forget_destroyed(store, space, {info: stale[info] for info in kept})
         self.report.resealed += len(kept)
-        self.report.unmarked += marks[MarkOutcome.UNPINNED] + marks[MarkOutcome.FAILED]
         names = {info: (str(store.url), space.name, info.key) for info in stale}
-        self.lost.update(names.values())
+        self.lost.update(names[info] for info in stale if info not in gone)
         self.lost.difference_update(names[info] for info in kept)
         return len(readable)
+
+    def _put_back(self, store: BlockStore, space: Namespace, writes: Mapping[BlockInfo, BlockWrite]) -> list[BlockInfo]:
+        """Store removed blocks again, with the marks that they had; which of them are back."""
+        outcomes = store.put_many(space, list(writes.values()))
+        back = [info for info, outcome in zip(writes, outcomes, strict=True) if outcome.present]
+        marks = mark_again(store, space, back)
+        self.report.unmarked += marks[MarkOutcome.UNPINNED] + marks[MarkOutcome.FAILED]
+        return back
 
     def _forget_destroyed(self, store: BlockStore, space: Namespace, blocks: Mapping[BlockInfo, bytes]) -> None:
         """Remove what was away while its tenant was purged: nobody could find it then, and now it would be back."""

@@ -110,6 +110,17 @@ class GetOutcome(enum.Enum):
     """There was one and it failed its checks. It is removed (unless the store is read-only), so a put replaces it."""
 
 
+class ResealOutcome(enum.Enum):
+    """What became of one block that was to be sealed anew where it is."""
+
+    RESEALED = "resealed"
+    """It is under its tenant's newest data key now; all that is known of it is as it was."""
+    GONE = "gone"
+    """There is none any more, and nothing was stored."""
+    KEPT = "kept"
+    """It is as it was: the store replaces none, or has no room for a second copy at the moment."""
+
+
 class LookupResult(enum.Enum):
     """The manager's answer about one key; never waits for a device."""
 

@@ -163,16 +163,22 @@ def _seal(namespace: Namespace, key: BlockKey, head: bytes) -> bytes:
 
 
 def value_of(
-    namespace: Namespace, block: BlockWrite, data: NDArray[np.uint8], data_key: DataKey | None = None
+    namespace: Namespace,
+    block: BlockWrite,
+    data: NDArray[np.uint8],
+    data_key: DataKey | None = None,
+    *,
+    created: int | None = None,
 ) -> list[memoryview]:
     """The parts of the value of a block whose bytes are `data`: its head, and the payload, not copied; or sealed under
-    `data_key`.
+    `data_key`. `created`: ns since the epoch; now, if not given.
     """
     if data_key is not None:
         sealed = np.empty(SEAL_BYTES + data.nbytes, np.uint8)
         seal_into(sealed, data, data_key, namespace.fingerprint, block.key)
         data = sealed
-    facts = Facts(now_ns(), block.position, block.parent, crc32c(data), b"" if data_key is None else data_key.id)
+    key_id, when = b"" if data_key is None else data_key.id, now_ns() if created is None else created
+    facts = Facts(when, block.position, block.parent, crc32c(data), key_id)
     return [memoryview(facts.packed(namespace, block.key)), data.data]
 
 

@@ -32,6 +32,9 @@ class SQLiteStore(KeyValueStore):
     def write(self, name: str, parts: Sequence[memoryview]) -> bool:
         return self.db.execute("INSERT OR IGNORE INTO kv VALUES (?, ?)", (name, b"".join(parts))).rowcount == 1
 
+    def replace(self, name: str, parts: Sequence[memoryview]) -> bool:
+        return self.db.execute("UPDATE kv SET value = ? WHERE name = ?", (b"".join(parts), name)).rowcount == 1
+
     def read(self, name: str, nbytes: int) -> bytes | None:
         # Of an empty value `substr` makes NULL.
         row = self.db.execute("SELECT ifnull(substr(value, 1, ?), x'') FROM kv WHERE name = ?", (nbytes, name))

@@ -30,7 +30,18 @@ from kvstore.retention import TTL, TTL_FROM, Allowance, now_ns
 from kvstore.scrub import SCRUB, scrubbed, start_scrub
 from kvstore.sealing import SEAL_BYTES, SEALING
 from kvstore.tombs import refused_until
-from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, GetOutcome, Leftover, PutOutcome, Residue, Usage
+from kvstore.types import (
+    BlockInfo,
+    BlockKey,
+    BlockRead,
+    BlockWrite,
+    GetOutcome,
+    Leftover,
+    PutOutcome,
+    ResealOutcome,
+    Residue,
+    Usage,
+)
 from kvstore.url import CAPACITY, DURABILITY, KEEP_FREE, MODE, READONLY, Option, TierURL, local_path
 from kvstore_lmdb.entry import key_id_in, place_of, stored_bytes
 from kvstore_lmdb.get import few, get_together, is_kept
@@ -113,24 +124,43 @@ class LMDBStore(BlockStore):
             return snapshot.alive(addresses)
 
     def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
-        staged: list[Staged] = []
-        for place, block in enumerate(blocks):
-            payload = namespace.check_write(block)
-            address = address_of(namespace, block.key)
-            staged.append(Staged(place, block, payload, address, stored_bytes(payload.nbytes + self._longer)))
+        staged = self._staged(namespace, blocks)
         outcomes = [PutOutcome.FAILED] * len(blocks)
-        self._tier.environment.ensure_open()
         now = now_ns()
         if not self._readonly:
             if self._sealer is not None:
                 staged = _with_keys(self._sealer, staged)
             with self._telling():
                 self._take_back([member.address for member in staged])
-                chunk_bytes = self._tier.current_space().chunk * 9 // 8  # blocks of 32 KiB and more with their headers
-            for chunk in chunks(staged, chunk_bytes):
+            for chunk in self._chunks(staged):
                 with self._telling():
                     stored = self._puts.put(namespace, chunk, now)
                 for member, outcome in zip(chunk, stored, strict=True):
+                    outcomes[member.place] = outcome
+        return outcomes
+
+    def _staged(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[Staged]:
+        staged: list[Staged] = []
+        for place, block in enumerate(blocks):
+            payload = namespace.check_write(block)
+            address = address_of(namespace, block.key)
+            staged.append(Staged(place, block, payload, address, stored_bytes(payload.nbytes + self._longer)))
+        self._tier.environment.ensure_open()
+        return staged
+
+    def _chunks(self, staged: list[Staged]) -> Iterator[list[Staged]]:
+        with self._telling():
+            chunk_bytes = self._tier.current_space().chunk * 9 // 8  # blocks of 32 KiB and more with their headers
+        return chunks(staged, chunk_bytes)
+
+    def reseal_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[ResealOutcome]:
+        staged = self._staged(namespace, blocks)
+        outcomes = [ResealOutcome.KEPT] * len(blocks)
+        if self._sealer is not None and not self._readonly:
+            for chunk in self._chunks(_with_keys(self._sealer, staged)):
+                with self._telling():
+                    resealed = self._puts.reseal(namespace, chunk)
+                for member, outcome in zip(chunk, resealed, strict=True):
                     outcomes[member.place] = outcome
         return outcomes
 

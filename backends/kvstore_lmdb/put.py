@@ -20,7 +20,7 @@ import numpy as np
 
 from kvstore.catalog import Entry
 from kvstore.sealing import SEAL_BYTES
-from kvstore.types import NO_POSITION, BlockWrite, PutOutcome
+from kvstore.types import NO_POSITION, BlockWrite, PutOutcome, ResealOutcome
 from kvstore_lmdb.entry import HEADER_BYTES, Bytes, fill, place_of
 from kvstore_lmdb.opening import BLOCKS, Tier, evict, tree_bytes
 
@@ -177,6 +177,40 @@ class Puts:
             change.set_overhead(self._tier.space.overhead(tree_bytes(self._tier.catalog, change.txn)))
         lost = (PutOutcome.REFUSED if entry.address in buried else PutOutcome.EXISTS for entry in entries)
         return [PutOutcome.STORED if new else outcome for new, outcome in zip(won, lost, strict=True)]
+
+    def reseal(self, namespace: Namespace, blocks: list[Staged]) -> list[ResealOutcome]:
+        """Put one chunk of blocks, newly sealed, in place of what stands under their generations: one transaction."""
+        with self._tier.catalog.read() as snapshot:
+            found = zip(blocks, snapshot.find([block.address for block in blocks]), strict=True)
+            there = [(block, entry) for block, entry in found if entry is not None]
+        with self._staging(sum(block.value_bytes for block, _ in there)) as memory:
+            values: list[Buffer] = []
+            end = 0
+            for block, entry in there:
+                start, end = end, end + block.value_bytes
+                value = memory[start:end]
+                fill(value, namespace, block.block.key, block.payload, entry.created, block.data_key)
+                values.append(value.data)
+            entries = [entry for _, entry in there]
+            replaced = self.patiently(partial(self._replace, entries, values))
+        if replaced is None:
+            return [ResealOutcome.KEPT] * len(blocks)
+        return [ResealOutcome.RESEALED if block.address in replaced else ResealOutcome.GONE for block in blocks]
+
+    def _replace(self, entries: Sequence[Entry], values: Sequence[Buffer], attempt: int) -> set[bytes]:
+        """The transaction of it: the addresses whose entries are of the same copies still."""
+        need, space = sum(entry.size for entry in entries), self._tier.current_space()
+        room = need + space.slack(need, attempt)
+        while attempt and evict(self._tier.catalog, space, room=room, most=max(need, space.chunk)):
+            pass
+        replaced: set[bytes] = set()
+        with self._tier.catalog.write() as change:
+            now = change.find([entry.address for entry in entries])
+            for entry, value, known in zip(entries, values, now, strict=True):
+                if known is not None and known.generation == entry.generation:
+                    change.txn.put(place_of(entry.generation), value, db=self._blocks)
+                    replaced.add(entry.address)
+        return replaced
 
     def _append(self, change: Change, items: Sequence[tuple[bytes, Buffer]]) -> None:
         """Put values behind all others, which fills LMDB's pages."""

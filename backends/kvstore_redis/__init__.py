@@ -17,7 +17,14 @@ from urllib.parse import unquote
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError, ResponseError
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    NoPermissionError,
+    OutOfMemoryError,
+    RedisError,
+    ResponseError,
+)
 from redis.retry import Retry
 
 from kvstore.abc import Capabilities
@@ -124,6 +131,13 @@ class RedisStore(KeyValueStore):
         if outcome is PutOutcome.FAILED:
             raise OSError(errno.EROFS, "the server refuses to write")
         return outcome is PutOutcome.STORED
+
+    def replace(self, name: str, parts: Buffers) -> bool:
+        """A purge wins against it: SET with XX stores nothing where nothing is."""
+        try:
+            return bool(self._client.set(self._prefix + name, b"".join(parts), xx=True, keepttl=True))
+        except OutOfMemoryError as error:
+            raise OSError(errno.ENOSPC, "the server's maxmemory is reached, and its policy evicts nothing") from error
 
     def write_many(self, values: Iterable[tuple[str, Buffers]]) -> list[PutOutcome]:
         named = ((self._prefix + name, parts, self._lifetime(name)) for name, parts in values)

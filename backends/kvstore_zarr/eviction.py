@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.files import NotAFileError
-from kvstore_zarr.removal import inode_of, release
+from kvstore_zarr.removal import erase, inode_of, release
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -122,6 +122,14 @@ def sacrifice(tier: LocalTier, held: Sequence[Held]) -> bool:
     return False
 
 
+def _erase_unless_known(tier: LocalTier, held: Held) -> None:
+    """Of a block that was sealed anew while it was held, the new file stands there, and the entry is gone."""
+    with tier.catalog.read() as snapshot:
+        (known,) = snapshot.contains([held.victim.address])
+    if not known:
+        erase(held.path)
+
+
 def clear_away(tier: LocalTier, taken: Sequence[Held], drafts: Iterator[tuple[int, str]]) -> dict[str, int]:
     """Take the files of evicted blocks away: descriptors of those that became drafts instead, still locked, by path.
 
@@ -141,8 +149,9 @@ def clear_away(tier: LocalTier, taken: Sequence[Held], drafts: Iterator[tuple[in
             heir = heirs.get(held.victim.address)
             if held.fd < 0:
                 continue
-            if inode_of(held.path) != held.inode:
-                continue  # replaced since by a newer copy, which unlinked it
+            if inode_of(held.path) != held.inode:  # replaced since by another copy, which unlinked it
+                _erase_unless_known(tier, held)
+                continue
             if heir is None:
                 os.unlink(held.path)
             else:

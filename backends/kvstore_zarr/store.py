@@ -25,7 +25,7 @@ from kvstore.retention import TTL, TTL_FROM, Allowance
 from kvstore.scrub import SCRUB, scrubbed, start_scrub
 from kvstore.sealing import SEALING
 from kvstore.tombs import refused_until
-from kvstore.types import GetOutcome, PutOutcome, Usage
+from kvstore.types import GetOutcome, PutOutcome, ResealOutcome, Usage
 from kvstore.url import CAPACITY, DURABILITY, IO, KEEP_FREE, MODE, READONLY, Option, TierURL, boolean, local_path
 from kvstore_zarr.expiry import take_back, take_out
 from kvstore_zarr.format import PAGE
@@ -36,6 +36,7 @@ from kvstore_zarr.put import put_blocks
 from kvstore_zarr.reindex import reindex
 from kvstore_zarr.removal import dropped_and_empty, remove
 from kvstore_zarr.repair import repair
+from kvstore_zarr.reseal import reseal_blocks
 from kvstore_zarr.sealed import key_id_in
 from kvstore_zarr.tier import CATALOGUE, INNER
 
@@ -128,6 +129,14 @@ class LocalZarrStore(BlockStore):
                 return [PutOutcome.FAILED] * len(blocks)
             take_back(tier, self._allowance, namespace, [block.key for block in blocks])
             return put_blocks(tier, tier.tree(namespace), checked)
+
+    def reseal_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[ResealOutcome]:
+        with self._using() as tier:
+            checked = [(block, namespace.check_write(block)) for block in blocks]
+            if tier.readonly or tier.sealer is None or tier.is_aside(namespace.fingerprint):
+                return [ResealOutcome.KEPT] * len(blocks)
+            data_keys = tier.sealer.writing(block.tenant for block in blocks)
+            return reseal_blocks(tier, tier.tree(namespace), checked, data_keys)
 
     def get_many_into(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
         return self._get(namespace, blocks, used=True)

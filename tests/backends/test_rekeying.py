@@ -10,7 +10,7 @@ import pytest
 from sealing_helpers import key_file, sealed
 
 import kvstore_lmdb
-from kvstore import GetOutcome, MarkOutcome, PutOutcome, open_store
+from kvstore import BlockStore, GetOutcome, MarkOutcome, PutOutcome, open_store
 from kvstore.cli import EXIT_OK, EXIT_USAGE, run
 from kvstore.errors import ConfigurationError, KeyringError, StoreNotFoundError, TierUnavailable
 from kvstore.marks import Mark
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from kvstore import BlockKey, BlockStore, Namespace
+    from kvstore import BlockKey, Namespace
     from kvstore.rekeying import Resealed
 
 HIT, MISS = GetOutcome.HIT, GetOutcome.MISS
@@ -88,6 +88,7 @@ class TestOldKeys:
         self, scheme: str, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with monkeypatch.context() as patch:
+            patch.setattr(STORES[scheme], "reseal_many", BlockStore.reseal_many)
             patch.setattr(STORES[scheme], "delete_many", nothing_goes)
             with pytest.raises(TierUnavailable, match=f"4 blocks .* last of {PASSES} passes.* old keys were kept"):
                 resealed(url)
@@ -132,6 +133,7 @@ def test_a_tenant_purged_while_its_blocks_are_away_does_not_come_back(
         return put_many(self, *args)
 
     with monkeypatch.context() as patch:
+        patch.setattr(cls, "reseal_many", BlockStore.reseal_many)
         patch.setattr(cls, "delete_many", delete)
         patch.setattr(cls, "put_many", put)
         resealed(url)
@@ -157,6 +159,7 @@ class TestMarks:
         def full_of_pins(self: BlockStore, space: Namespace, keys: Sequence[BlockKey], mark: Mark) -> list[MarkOutcome]:
             return [MarkOutcome.UNPINNED] * len(keys) if mark.pinned else mark_many(self, space, keys, mark)
 
+        monkeypatch.setattr(STORES[scheme], "reseal_many", BlockStore.reseal_many)
         monkeypatch.setattr(STORES[scheme], "mark_many", full_of_pins)
         assert resealed(url).unmarked == 1
 

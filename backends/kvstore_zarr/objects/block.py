@@ -11,7 +11,7 @@ from kvstore.layout import as_bytes
 from kvstore.objects.faults import Kind, RequestFailed
 from kvstore.retention import now_ns
 from kvstore.sealing import Unsealed
-from kvstore.types import BlockInfo, GetOutcome, PutOutcome
+from kvstore.types import BlockInfo, GetOutcome, PutOutcome, ResealOutcome
 from kvstore_zarr.format import BlockFacts, is_left_alone
 from kvstore_zarr.sealed import seal_file, unseal_file
 
@@ -102,6 +102,25 @@ class OneBlock:
         self._lookup.remember([path])
         self._ages.used(path)
         return outcome
+
+    def reseal(
+        self, tree: NamespaceTree, data_keys: Mapping[str, DataKey], block: BlockWrite, data: NDArray[np.uint8]
+    ) -> ResealOutcome:
+        """Write one block over the one that is there, whose bytes are `data`."""
+        path, frame = tree.block(block.key), tree.frames[block.key.group]
+        data_key, closing = data_keys.get(block.tenant), self._client.get(path, frame.whole)
+        if closing is None:
+            return ResealOutcome.GONE
+        facts = frame.facts(as_bytes(closing)) if memoryview(closing).nbytes == frame.closing else None
+        if facts is None or data_key is None:
+            return ResealOutcome.KEPT
+        try:
+            self._client.put(path, _parts(frame, data, facts, data_key), new=False)
+        except RequestFailed as failed:
+            if self.refused(failed) is None:
+                raise
+            return ResealOutcome.KEPT
+        return ResealOutcome.RESEALED
 
     def _has_expired(self, path: str) -> bool:
         entry = self._client.look(path)

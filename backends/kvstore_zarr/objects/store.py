@@ -24,7 +24,7 @@ from kvstore.objects.side import side_by_side
 from kvstore.retention import Retention
 from kvstore.sealing import PLAIN, check_options, open_sealer
 from kvstore.tombs import refused_until
-from kvstore.types import BlockInfo, GetOutcome, Leftover, PutOutcome, Residue, Usage
+from kvstore.types import BlockInfo, GetOutcome, Leftover, PutOutcome, ResealOutcome, Residue, Usage
 from kvstore.url import READONLY, Option, TierURL
 from kvstore_zarr.metadata import METADATA_NAME
 from kvstore_zarr.objects.ages import Ages
@@ -197,6 +197,24 @@ class ObjectZarrStore(BlockStore):
                 checked,
                 TRANSFERS,
             )
+
+    def reseal_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[ResealOutcome]:
+        """Tombstones are looked at after the blocks were written: whoever purged one meanwhile had buried it before,
+        so what was written behind a removal is found, and goes again.
+        """
+        with self._at_work():
+            checked = [(block, namespace.check_write(block)) for block in blocks]
+            if self._readonly or self._sealer is None or namespace.name in self._trees.aside:
+                return [ResealOutcome.KEPT] * len(blocks)
+            tree = self._trees.of(namespace)
+            data_keys = self._sealer.writing(block.tenant for block in blocks)
+            outcomes = side_by_side(lambda one: self._one.reseal(tree, data_keys, *one), checked, TRANSFERS)
+            buried = self._graves.refused([tree.block(block.key) for block in blocks], anew=True)
+            self._remove(sorted(buried))
+        return [
+            ResealOutcome.GONE if tree.block(block.key) in buried else outcome
+            for block, outcome in zip(blocks, outcomes, strict=True)
+        ]
 
     def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         with self._at_work():
