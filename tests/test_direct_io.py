@@ -14,8 +14,8 @@ import pytest
 
 from kvstore import BlockKey, BlockLayout, BlockRead, BlockWrite, GetOutcome, Namespace, PutOutcome, open_store
 from kvstore.errors import StoreAccessError
-from kvstore_zarr.device import BOUNCE_BYTES, BlockDevice, aligned_empty, probe_direct
-from kvstore_zarr.format import PAGE
+from kvstore_zarr.device import BlockDevice, aligned_empty, probe_direct
+from kvstore_zarr.format import PAGE, PART_BYTES
 from kvstore_zarr.metadata import NamespaceTree
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MIB = 1 << 20
-SIZES = [1, 100, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE + 17, MIB, BOUNCE_BYTES, BOUNCE_BYTES + PAGE, 2 * BOUNCE_BYTES + 5]
+SIZES = [1, 100, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE + 17, MIB, PART_BYTES, PART_BYTES + PAGE, 2 * PART_BYTES + 5]
 
 
 def space_of(nbytes: int) -> Namespace:
@@ -171,14 +171,23 @@ with kvstore.open_store("file://{direct_folder}/tier", io="direct") as store:
     assert "ftruncate" not in log.read_text().partition(f"= {MIB + PAGE}")[2]  # padded, not cut
 
 
+@pytest.mark.parametrize("nbytes", [1, PAGE, PART_BYTES, PART_BYTES + 1, 2 * PART_BYTES + 5, 32 * MIB])
+def test_parts_are_whole_pages_and_none_is_small(nbytes: int) -> None:
+    parts = NamespaceTree(space_of(nbytes)).frames[0].parts
+    assert [start for start, _ in parts] == [0, *(end for _, end in parts[:-1])]
+    assert parts[-1][1] == nbytes
+    assert all(start % PAGE == 0 and end - start <= PART_BYTES for start, end in parts)
+    assert all(end - start > nbytes / len(parts) - PAGE * len(parts) for start, end in parts)
+
+
 def test_a_thread_keeps_a_bounded_buffer(direct_folder: Path) -> None:
     device, _ = BlockDevice.choose("direct", direct_folder, sample=direct_folder / "none", readonly=False)
-    space = space_of(4 * BOUNCE_BYTES)
+    space = space_of(4 * PART_BYTES)
     frame = NamespaceTree(space).frames[0]
-    payload = buffer(4 * BOUNCE_BYTES, 1)
+    payload = buffer(4 * PART_BYTES, 1)
     fd = device.create(str(direct_folder / "file"), 0o600)
     try:
-        device.write(fd, frame, payload, device.closing())
+        device.write(fd, frame, payload, lambda *_: None)
     finally:
         os.close(fd)
-    assert device._scratch.bounce.nbytes == BOUNCE_BYTES
+    assert device._scratch.bounce.nbytes == PART_BYTES

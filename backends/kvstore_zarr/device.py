@@ -1,7 +1,10 @@
-"""Block files in and out of memory: one vectored call each, past the page cache where the file system allows it.
+"""Block files in and out of memory: one vectored call a part, past the page cache where the file system allows it.
 
 O_DIRECT wants addresses, offsets and lengths that are multiples of a page. Files are (see `format`); a caller's buffer
-that is not goes through a bounce buffer of this thread's, whose size is bounded.
+that is not goes through a bounce buffer of this thread's, which holds a part of a block.
+
+Large blocks move in parts, each of which is checked in its turn: were all of a block checked before any of it is
+written, the device would wait for as many blocks as there are threads.
 """
 
 from __future__ import annotations
@@ -16,12 +19,12 @@ import numpy as np
 
 from kvstore.errors import StoreAccessError
 from kvstore.files import open_file, open_unchecked
-from kvstore.integrity import address_in_memory
+from kvstore.integrity import address_in_memory, crc32c
 from kvstore.presence import permit
-from kvstore_zarr.format import PAGE
+from kvstore_zarr.format import PAGE, PART_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -29,15 +32,11 @@ if TYPE_CHECKING:
     from kvstore_zarr.format import BlockFrame
 
 __all__ = [
-    "BOUNCE_BYTES",
     "BlockDevice",
     "aligned_empty",
     "probe_direct",
     "probe_direct_read",
 ]
-
-BOUNCE_BYTES = 4 << 20
-"""The most memory a thread keeps for callers whose buffers are not aligned."""
 
 
 def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
@@ -109,7 +108,7 @@ class _Scratch(threading.local):
     @property
     def bounce(self) -> NDArray[np.uint8]:
         if self._bounce is None:
-            self._bounce = aligned_empty(BOUNCE_BYTES)
+            self._bounce = aligned_empty(PART_BYTES)
         return self._bounce
 
 
@@ -166,10 +165,6 @@ class BlockDevice:
         """A descriptor of `path` for reading, as `kvstore.files.open_unchecked`."""
         return open_unchecked(path, os.O_RDONLY | self._flags)
 
-    def closing(self) -> NDArray[np.uint8]:
-        """This thread's page-aligned buffer for a closing; valid until the thread's next transfer."""
-        return self._scratch.closing
-
     def staging(self, frame: BlockFrame) -> NDArray[np.uint8]:
         """This thread's page-aligned memory for all of a file; valid until the thread's next transfer."""
         return self._scratch.staging(frame.file_bytes)
@@ -182,41 +177,49 @@ class BlockDevice:
         """Read all of a file into staging memory; False if it is too short."""
         return _read_all(fd, [file.data], 0)
 
-    def write(self, fd: int, frame: BlockFrame, payload: NDArray[np.uint8], closing: NDArray[np.uint8]) -> None:
-        """Write `payload`'s whole pages and the closing, from offset 0. Raises OSError, e.g. for a full disk."""
-        body, last = payload[: frame.whole], closing[: frame.closing]
-        if not self._needs_bounce(body):
-            _write_all(fd, [body.data, last.data] if frame.whole else [last.data], 0)
-            return
-        for start, part, pieces in self._bounced(body, last):
-            np.copyto(self._scratch.bounce[: part.nbytes], part)
+    def write(
+        self, fd: int, frame: BlockFrame, payload: NDArray[np.uint8], seal: Callable[[NDArray[np.uint8], int], object]
+    ) -> None:
+        """Write all of a file: `payload`, and the closing, which `seal` fills when it is told the payload's checksum.
+
+        Raises OSError, e.g. for a full disk.
+        """
+        crc, closing = 0, self._scratch.closing
+        for start, end in frame.parts:
+            part = payload[start:end]
+            crc = crc32c(part, crc)
+            body = part[: frame.whole - start]
+            if self._needs_bounce(body):
+                bounce = self._scratch.bounce[: body.nbytes]
+                np.copyto(bounce, body)
+                body = bounce
+            pieces = [body.data] if body.nbytes else []
+            if end == frame.payload_bytes:
+                seal(closing, crc)
+                pieces.append(closing[: frame.closing].data)
             _write_all(fd, pieces, start)
 
-    def read(self, fd: int, frame: BlockFrame, payload: NDArray[np.uint8], closing: NDArray[np.uint8]) -> bool:
-        """Read a block file into `payload`, all of it, and `closing`; False if the file is too short."""
-        body, last = payload[: frame.whole], closing[: frame.closing]
-        if not self._needs_bounce(body):
-            if not _read_all(fd, [body.data, last.data] if frame.whole else [last.data], 0):
-                return False
-        else:
-            for start, part, pieces in self._bounced(body, last):
-                if not _read_all(fd, pieces, start):
-                    return False
-                np.copyto(part, self._scratch.bounce[: part.nbytes])
-        payload[frame.whole :] = last[: frame.rest]
-        return True
+    def read(self, fd: int, frame: BlockFrame, payload: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], int] | None:
+        """Read all of a file into `payload`: its closing, valid until this thread's next transfer, and the checksum of
+        what was read; None if the file is too short.
+        """
+        crc, closing = 0, self._scratch.closing[: frame.closing]
+        for start, end in frame.parts:
+            part = payload[start:end]
+            body = part[: frame.whole - start]
+            bounce = self._scratch.bounce[: body.nbytes] if self._needs_bounce(body) else body
+            pieces = [bounce.data] if body.nbytes else []
+            if not _read_all(fd, [*pieces, closing.data] if end == frame.payload_bytes else pieces, start):
+                return None
+            if bounce is not body:
+                np.copyto(body, bounce)
+            if end == frame.payload_bytes:
+                payload[frame.whole :] = closing[: frame.rest]
+            crc = crc32c(part, crc)
+        return closing, crc
 
     def _needs_bounce(self, body: NDArray[np.uint8]) -> bool:
         return self.direct and body.nbytes > 0 and address_in_memory(body) % PAGE != 0
-
-    def _bounced(
-        self, body: NDArray[np.uint8], last: NDArray[np.uint8]
-    ) -> Iterator[tuple[int, NDArray[np.uint8], list[memoryview]]]:
-        """`body` in parts that fit the bounce buffer: offset, part, what to transfer; `last` goes with the last."""
-        for start in range(0, body.nbytes, BOUNCE_BYTES):
-            part = body[start : start + BOUNCE_BYTES]
-            pieces = [self._scratch.bounce[: part.nbytes].data]
-            yield start, part, pieces + ([last.data] if start + part.nbytes == body.nbytes else [])
 
 
 def _write_all(fd: int, pieces: list[memoryview], offset: int) -> None:

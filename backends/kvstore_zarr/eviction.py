@@ -154,8 +154,12 @@ def clear_away(tier: LocalTier, taken: Sequence[Held], drafts: Iterator[tuple[in
                 continue
             if heir is None:
                 os.unlink(held.path)
-            else:
+                continue
+            try:
                 os.rename(held.path, heir)
+            except FileNotFoundError:  # somebody removed the heir's folder behind our back
+                os.unlink(held.path)
+            else:
                 recycled[heir], held.fd = held.fd, -1
     for held in taken:
         if held.fd >= 0:  # no name any more, and nobody who has it open may keep the space

@@ -137,12 +137,12 @@ class Folders:
 
     def measure(self, folders: Iterable[str]) -> dict[str, int]:
         """What has grown since this process last recorded it: `folders`, and what stands above those that are new."""
-        paths = {*folders, self._drafts}
-        for folder in [path for path in paths if path not in self._counted and path != self._drafts]:
+        paths = set(folders)
+        for folder in [path for path in paths if path not in self._counted]:
             space, group, _ = folder.split("/")
             above = (space, f"{space}/{group}", folder)
             documents = (f"{path}/{METADATA_NAME}" for path in above)
-            paths.update((".",), above, (path for path in documents if path not in self._counted))
+            paths.update((".", self._drafts), above, (path for path in documents if path not in self._counted))
         sizes = {path: occupied(f"{self._root}/{path}") for path in paths}
         return {path: nbytes for path, nbytes in sizes.items() if nbytes > self._counted.get(path, -1)}
 

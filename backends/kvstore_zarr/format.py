@@ -35,9 +35,11 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["PAGE", "WORD_BYTES", "BlockFacts", "BlockFrame", "DigestWords", "is_left_alone"]
+__all__ = ["PAGE", "PART_BYTES", "WORD_BYTES", "BlockFacts", "BlockFrame", "DigestWords", "is_left_alone"]
 
 PAGE = 4096
+PART_BYTES = 4 << 20
+"""The most of a payload that is moved in one call of the system."""
 WORD_BYTES = 7
 """A digest word: zarr dimensions are signed 64-bit integers, so 8 bytes do not fit."""
 
@@ -113,7 +115,8 @@ class BlockFrame:
 
     `sealed`: the payloads are sealed blocks, and `payload_bytes` is how long those are. `file_bytes` is the size of the
     file, `whole` the part of the payload that is whole pages, `rest` the bytes after it that stand at the start of the
-    closing, `closing` the size of the closing: whole pages, `whole + closing == file_bytes`.
+    closing, `closing` the size of the closing: whole pages, `whole + closing == file_bytes`. `parts` is where the
+    pieces of the payload begin and end that are moved and checked in turns.
     """
 
     def __init__(self, payload_bytes: int, *, sealed: bool = False) -> None:
@@ -124,21 +127,27 @@ class BlockFrame:
         self.whole = payload_bytes // PAGE * PAGE
         self.rest = payload_bytes - self.whole
         self.closing = self.file_bytes - self.whole
+        step = math.ceil(payload_bytes / math.ceil(payload_bytes / PART_BYTES) / PAGE) * PAGE  # equal ones
+        self.parts = tuple((start, min(start + step, payload_bytes)) for start in range(0, payload_bytes, step))
         entry = _INDEX.pack(0, payload_bytes + _CRC.size)
         self._index = entry + _CRC.pack(crc32c(entry))
         self._tail_at = self.rest + _CRC.size
         self._tail_end = self._tail_at + _TAIL.size + key_id_bytes
         self._tail_crc_at = self.closing - _INDEX_BYTES - _CRC.size
 
-    def seal(self, closing: NDArray[np.uint8], payload: NDArray[np.uint8], facts: BlockFacts) -> None:
-        """Fill `closing` (at least `self.closing` bytes, the caller's) so that it completes `payload`."""
+    def seal(
+        self, closing: NDArray[np.uint8], payload: NDArray[np.uint8], facts: BlockFacts, crc: int | None = None
+    ) -> None:
+        """Fill `closing` (at least `self.closing` bytes, the caller's) so that it completes `payload`, whose checksum
+        is `crc`, if that is known.
+        """
         if self.sealed and not facts.key_id:
             raise ValueError(f"{facts.key!r} is not sealed, and is not to be written into an encrypted tier")
         closing[: self.rest] = payload[self.whole :]
         closing[self._tail_end : self._tail_crc_at] = 0
         view = closing.data
         key = facts.key
-        _CRC.pack_into(view, self.rest, crc32c(payload))
+        _CRC.pack_into(view, self.rest, crc32c(payload) if crc is None else crc)
         _TAIL.pack_into(
             *(view, self._tail_at, MAGIC, FORMAT_VERSION, self._flags, key.group, len(key.digest), len(facts.parent)),
             *(facts.payload_bytes, facts.generation, facts.created, facts.position),
@@ -162,9 +171,11 @@ class BlockFrame:
         facts = _unpack_tail(_TAIL.unpack_from(view, self._tail_at), self._flags, key_id)
         return facts if facts is not None and facts.payload_bytes == self.payload_bytes else None
 
-    def payload_is_intact(self, closing: NDArray[np.uint8], payload: NDArray[np.uint8]) -> bool:
-        """Whether `payload` is the one that `closing` completes; its last `rest` bytes are already in place."""
-        return bool(_CRC.unpack_from(closing.data, self.rest)[0] == crc32c(payload))
+    def payload_is_intact(self, closing: NDArray[np.uint8], payload: NDArray[np.uint8], crc: int | None = None) -> bool:
+        """Whether `payload`, of the checksum `crc`, if that is known, is the one that `closing` completes; its last
+        `rest` bytes are already in place.
+        """
+        return bool(_CRC.unpack_from(closing.data, self.rest)[0] == (crc32c(payload) if crc is None else crc))
 
 
 def is_left_alone(size: int, read: Callable[[int, int], bytes]) -> bool:

@@ -159,10 +159,11 @@ def _read(
 
 def _is_intact(tier: LocalTier, tree: NamespaceTree, fd: int, key: BlockKey, into: NDArray[np.uint8]) -> bool:
     frame = tree.frames[key.group]
-    closing = tier.device.closing()
-    if not tier.device.read(fd, frame, into, closing):
+    read = tier.device.read(fd, frame, into)
+    if read is None:
         return False
+    closing, crc = read
     facts = frame.facts(closing)
     if facts is None or facts.key != key or facts.fingerprint != tree.namespace.fingerprint:
         return False
-    return frame.payload_is_intact(closing, into)
+    return frame.payload_is_intact(closing, into, crc)

@@ -10,7 +10,6 @@ whoever comes after a kill does that, too. Zeros reach the device before the fil
 from __future__ import annotations
 
 import os
-from itertools import count
 from typing import TYPE_CHECKING
 
 from kvstore.environment import filesystem_of
@@ -50,8 +49,8 @@ def _purge(tier: LocalTier, addresses: list[bytes], until: int, *, overwriting: 
             # A file without an entry is of nobody, and goes as well.
             payload = (PURGE if overwriting else b"") + pack_addresses(paths)
             intent = change.reserve(tier.presence.lease, sum(entry.size for entry in gone), payload)
-        for number, path in zip(count(), paths.values(), strict=False):
-            draft = tier.draft(intent, number)
+        for number, (address, path) in enumerate(paths.items()):
+            draft = tier.draft(intent, number, address)
             try:
                 os.rename(path, draft)
             except (FileNotFoundError, NotADirectoryError):

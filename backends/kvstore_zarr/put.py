@@ -3,7 +3,7 @@
 1. **plan**, in a read transaction: what is there already, what the rest will occupy, whom to evict for it;
 2. **reserve**, one short write transaction: the victims' entries go, the space is taken, an intent names it all;
 3. **remove**: the victims' files are overwritten in place or go;
-4. **write** each block under a draft's name;
+4. **write** each block under a draft's name, in its folder;
 5. **publish**, under the names' locks: rename each draft into place, then one transaction enters them and drops the
    intent. Whoever lost a race for a name finds the winner's entry there, and drops its draft.
 
@@ -18,6 +18,7 @@ import errno
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -278,12 +279,15 @@ class PutJob:
             generation = change.generations(len(admitted))
             for number, block in enumerate(admitted):
                 block.generation = generation + number
-                block.draft = self._tier.draft(self._intent, number)
+                block.draft = self._tier.draft(self._intent, number, block.address)
             if self._tree.namespace.fingerprint not in self._tier.recorded:
                 change.add_namespace(self._tree.namespace)
 
     def _carry_out(self, intent: Intent, admitted: Sequence[_Block], taken: Sequence[Held]) -> None:
         tier = self._tier
+        with suppress(OSError):  # on a full disk after the victims are gone; a draft over a victim's file wants it now
+            for block in admitted:
+                self._make_folder(block)
         sizes = ((self._file_bytes(block), block.draft) for block in admitted)
         recycled = eviction.clear_away(tier, taken, sizes)
         steps.checkpoint("removed")
@@ -299,8 +303,21 @@ class PutJob:
         tree = self._tree
         return -1 if tree is None else tree.frames[block.write.key.group].file_bytes
 
+    def _make_folder(self, block: _Block, *, again: bool = False) -> None:
+        if self._tree is not None:
+            unique = f"{os.path.basename(block.draft)}-document"
+            self._tier.folders.make(self._tree, block.write.key, unique=unique, again=again)
+
+    def _create(self, block: _Block) -> int:
+        self._make_folder(block)
+        try:
+            return self._tier.device.create(block.draft, self._tier.mode)
+        except FileNotFoundError:  # somebody removed the folder behind our back
+            self._make_folder(block, again=True)
+            return self._tier.device.create(block.draft, self._tier.mode)
+
     def _write(self, block: _Block, fd: int) -> None:
-        """Write a block's draft, over the recycled file `fd` if there is one, and make its folder."""
+        """Write a block's draft, over the recycled file `fd` if there is one, or make it, and its folder."""
         tier, tree, key = self._tier, self._tree, block.write.key
         if tree is None:
             return
@@ -308,7 +325,7 @@ class PutJob:
         try:
             frame = tree.frames[key.group]
             if fd < 0:
-                fd = tier.device.create(block.draft, tier.mode)
+                fd = self._create(block)
             steps.checkpoint("created")
             block.created = now_ns()
             facts = BlockFacts(
@@ -316,9 +333,9 @@ class PutJob:
                 block.write.position, block.write.parent,
             )  # fmt: skip
             if block.data_key is None:
-                closing = tier.device.closing()
-                frame.seal(closing, block.payload, facts)
-                tier.device.write(fd, frame, block.payload, closing)
+                tier.device.write(
+                    fd, frame, block.payload, lambda closing, crc: frame.seal(closing, block.payload, facts, crc)
+                )
             else:
                 file = tier.device.staging(frame)
                 seal_file(file, frame, block.payload, facts, block.data_key)
@@ -326,7 +343,6 @@ class PutJob:
             if tier.durable:
                 os.fsync(fd)
             block.size = tier.device.finish(fd, tier.mode)
-            tier.folders.make(tree, key, unique=f"{os.path.basename(block.draft)}-document")
         except OSError as error:
             erase_draft(fd, block.draft)
             fd = -1
@@ -351,7 +367,7 @@ class PutJob:
                 for folder in {os.path.dirname(block.path) for block in mine}:
                     sync_folder(folder)
             steps.checkpoint("renamed")
-            measured = tier.folders.measure({block.folder for block in mine})
+            measured = tier.folders.measure({block.folder for block in self._blocks if block.draft})
             with tier.catalog.write() as change:
                 change.publish([_entry(block) for block in mine])
                 change.release(intent)
@@ -376,11 +392,6 @@ class PutJob:
                 os.rename(block.draft, block.path)
             except IsADirectoryError:
                 erase(block.path)
-                os.rename(block.draft, block.path)
-            except FileNotFoundError:  # somebody removed the folder behind our back
-                if self._tree is not None:
-                    unique = f"{os.path.basename(block.draft)}-document"
-                    self._tier.folders.make(self._tree, block.write.key, unique=unique, again=True)
                 os.rename(block.draft, block.path)
         except OSError as error:
             erase(block.draft)

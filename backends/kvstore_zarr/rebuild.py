@@ -98,7 +98,9 @@ def _batches(tier: LocalTier, tree: NamespaceTree, reader: TailReader) -> Iterat
     """What the files say of their blocks, some folders at a time; a file that is no block goes."""
     batch: list[Entry] = []
     for group, folder in block_folders(tree):
-        files = block_files(tier.root, tree, group, folder)
+        files, drafts = block_files(tier.root, tree, group, folder)
+        for draft in drafts:
+            erase(draft)
         for tail in reader.read(tree, list(files.values())):
             if tail.entry is not None:
                 batch.append(tail.entry)

@@ -12,6 +12,7 @@ import math
 import os
 import time
 from dataclasses import astuple, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore.catalog import address_of
@@ -21,9 +22,10 @@ from kvstore_zarr.put import make_room
 from kvstore_zarr.rebuild import publish
 from kvstore_zarr.removal import erase, remove
 from kvstore_zarr.tails import BlockFile, TailReader, block_files, block_folders
+from kvstore_zarr.tier import draft_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvstore_zarr.metadata import NamespaceTree
     from kvstore_zarr.tier import LocalTier
@@ -95,7 +97,8 @@ def _compare(folder: _Folder, unreadable_for_s: float, progress: Progress) -> Re
         tier.catalog.read() as snapshot
     ):  # first: what is put from now on is a file that is looked at, and known by then
         known = set(snapshot.addresses(prefix))
-    files = block_files(tier.root, tree, folder.group, folder.name)
+    files, drafts = block_files(tier.root, tree, folder.group, folder.name)
+    _erase_copied(tier, drafts)
     gone = list(known - files.keys())
     found = Reindexed(removed=sum(remove(tier, gone, seen=dict.fromkeys(gone))) if gone else 0)
     unknown = [address for address in files if address not in known]
@@ -104,6 +107,17 @@ def _compare(folder: _Folder, unreadable_for_s: float, progress: Progress) -> Re
         found += _add(folder, some, unreadable_for_s)
     progress(len(known | files.keys()))
     return found
+
+
+def _erase_copied(tier: LocalTier, drafts: Sequence[str]) -> None:
+    """Take away drafts that belong to no put: they came with a copy of a tier that was in use."""
+    if not drafts:
+        return
+    with tier.catalog.read() as snapshot:  # later than the drafts were seen: an intent comes before its drafts
+        of_puts = tuple(draft_prefix(intent) for intent in snapshot.intents(b""))
+    for draft in drafts:
+        if not Path(draft).name.startswith(of_puts):
+            erase(draft)
 
 
 def _add(folder: _Folder, files: dict[bytes, BlockFile], unreadable_for_s: float) -> Reindexed:

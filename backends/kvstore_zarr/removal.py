@@ -189,11 +189,12 @@ def settle_intent(tier: LocalTier, intent: Intent) -> None:
 
     A file that cannot be removed keeps its room, and its intent, which is tried again with others that are stranded.
     """
-    drafts, purged = f"{tier.root}/{DRAFTS}", intent.payload.startswith(PURGE)
-    for name in os.listdir(drafts):
-        if name.startswith(draft_prefix(intent)):
-            _erase(f"{drafts}/{name}", purged=purged)
-    addresses = unpack_addresses(intent.payload)
+    addresses, purged = unpack_addresses(intent.payload), intent.payload.startswith(PURGE)
+    for number, address in enumerate(addresses):
+        _erase(tier.draft(intent, number, address), purged=purged)
+    for name in os.listdir(f"{tier.root}/{DRAFTS}"):
+        if name.startswith(draft_prefix(intent)):  # a document's
+            erase(f"{tier.root}/{DRAFTS}/{name}")
     with tier.names.hold(addresses):
         with tier.catalog.read() as snapshot:
             present = snapshot.contains(addresses)

@@ -124,7 +124,7 @@ class _Job:
         try:
             steps.checkpoint("reserved")
             for number, block in enumerate(self._blocks):
-                block.draft = self._tier.draft(intent, number)
+                block.draft = self._tier.draft(intent, number, block.address)
                 self._write(block)
             self._replace([block for block in self._blocks if block.size])
             steps.checkpoint("renamed")
@@ -207,7 +207,7 @@ class _Job:
 
     def _end(self, intent: Intent) -> None:
         resealed = [block for block in self._blocks if block.outcome is ResealOutcome.RESEALED]
-        measured = self._tier.folders.measure({self._tree.folder(block.key) for block in resealed})
+        measured = self._tier.folders.measure({self._tree.folder(block.key) for block in self._blocks})
         with self._tier.catalog.write() as change:
             for block in resealed:
                 if block.size != block.entry.size:

@@ -22,6 +22,7 @@ import numpy as np
 from kvstore.catalog import Entry, address_of
 from kvstore.files import NotAFileError, open_file, open_unchecked
 from kvstore_zarr.format import PAGE, is_left_alone
+from kvstore_zarr.tier import is_draft
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -75,21 +76,24 @@ def block_folders(tree: NamespaceTree) -> Iterator[tuple[int, str]]:
     yield from ((group, f"{first:02x}") for group in range(len(tree.frames)) for first in range(256))
 
 
-def block_files(root: Path, tree: NamespaceTree, group: int, folder: str) -> dict[bytes, BlockFile]:
-    """All files in one folder that have the name of a block, by its address."""
+def block_files(root: Path, tree: NamespaceTree, group: int, folder: str) -> tuple[dict[bytes, BlockFile], list[str]]:
+    """All files in one folder that have the name of a block, by its address; and the paths of drafts."""
     found: dict[bytes, BlockFile] = {}
+    drafts: list[str] = []
     try:
         with os.scandir(root / tree.group_folder(group) / folder) as entries:
             for entry in entries:
                 try:
                     key = tree.key(group, folder, entry.name)
                 except (ValueError, OverflowError):
+                    if is_draft(entry.name):
+                        drafts.append(entry.path)
                     continue
                 address = address_of(tree.namespace, key)
                 found[address] = BlockFile(key, entry.path, address)
     except (FileNotFoundError, NotADirectoryError):
         pass
-    return found
+    return found, drafts
 
 
 class TailReader:

@@ -1,6 +1,7 @@
 """What one opened `file://` tier consists of; made by `opening`, used by every other module here.
 
-Whatever is not a block or its `zarr.json` lies in the folder `.kvstore`: the catalogue, the locks, the drafts.
+Whatever is not a block, its draft or a `zarr.json` lies in the folder `.kvstore`: the catalogue, the locks, drafts of
+documents.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ __all__ = [
     "PURGE",
     "LocalTier",
     "draft_prefix",
+    "is_draft",
     "pack_addresses",
     "unpack_addresses",
 ]
@@ -48,7 +50,9 @@ _log = logging.getLogger("kvstore.file")
 INNER = ".kvstore"
 CATALOGUE = f"{INNER}/catalogue"
 DRAFTS = f"{INNER}/drafts"
-"""Files under temporary names: `<lease>-<intent>-<number>`, so that what a dead process left can be told."""
+"""A folder for documents under temporary names."""
+_DRAFT = "draft-"
+"""How the temporary name of a block's file begins: `draft-<lease>-<intent>-<number>`."""
 
 
 @dataclass
@@ -159,9 +163,15 @@ class LocalTier:
         place = self.place(address)
         return None if place is None else f"{self.root}/{place[0].block(place[1])}"
 
-    def draft(self, intent: Intent, number: int) -> str:
-        """A path that nobody else uses, for a file that belongs to `intent`."""
-        return f"{self.root}/{DRAFTS}/{draft_prefix(intent)}{number}"
+    def draft(self, intent: Intent, number: int, address: bytes) -> str:
+        """A path that nobody else uses, for the file of the `number`-th address of `intent`; beside its block.
+
+        There, and not in one folder for all: making a file and renaming it lock the folders that they touch, and a
+        rename between two folders locks out all others of the file system.
+        """
+        group = int.from_bytes(address[FINGERPRINT_BYTES : FINGERPRINT_BYTES + 2], "big")
+        folder = f"{address[:FINGERPRINT_BYTES].hex()}/g{group}/{address[FINGERPRINT_BYTES + 2]:02x}"
+        return f"{self.root}/{folder}/{draft_prefix(intent)}{number}"
 
     def room(self, snapshot: Snapshot) -> int | None:
         """What a put may still reserve, in bytes, with folders and catalogue as they are now; None without a cap."""
@@ -191,7 +201,12 @@ class LocalTier:
 
 def draft_prefix(intent: Intent) -> str:
     """How the names of an intent's drafts begin."""
-    return f"{intent.lease.hex()}-{intent.number}-"
+    return f"{_DRAFT}{intent.lease.hex()}-{intent.number}-"
+
+
+def is_draft(name: str) -> bool:
+    """Whether a file in a folder of blocks has the name of a draft."""
+    return name.startswith(_DRAFT)
 
 
 PURGE = b"\0"

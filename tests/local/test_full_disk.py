@@ -61,7 +61,7 @@ class TestFullDisk:
             assert len(stored) > 50
             assert get(store, stored) == [HIT] * len(stored)
             assert (store.usage().blocks, store.usage().reserved) == (len(stored), 0)
-            assert not list((small_ext4 / "tier" / ".kvstore" / "drafts").iterdir())
+            assert not list((small_ext4 / "tier").rglob("draft-*"))
             assert store.delete_many(SPACE, [key(n) for n in stored[:20]]) == [True] * 20
             assert put(store, stored[:10]) == [STORED] * 10
 

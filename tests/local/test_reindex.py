@@ -17,8 +17,10 @@ from kvstore.errors import StoreAccessError
 from kvstore.testing.supply import MIB, SPACE, get, held, keys, writes
 from kvstore.types import GetOutcome, PutOutcome
 from kvstore_zarr import LocalZarrStore
+from kvstore_zarr.format import PAGE
 from kvstore_zarr.metadata import NamespaceTree
 from kvstore_zarr.tails import TailReader, block_files, block_folders
+from kvstore_zarr.tier import draft_prefix
 
 if TYPE_CHECKING:
     from kvstore import BlockStore
@@ -87,6 +89,20 @@ def test_what_is_no_block_is_left_where_it_is(copied: str, tmp_path: Path) -> No
         assert place.stat().st_size == 4096
 
 
+def test_drafts_that_came_with_a_copy_go_and_those_of_puts_stay(copied: str, tmp_path: Path) -> None:
+    with open_store(copied) as store:
+        assert isinstance(store, LocalZarrStore)
+        folder = next(iter((tmp_path / "here" / SPACE.name).rglob("*.0"))).parent
+        copy = folder / "draft-00112233445566778899aabbccddeeff-7-0"
+        copy.write_bytes(bytes(PAGE))
+        with store._tier.catalog.write() as change:
+            intent = change.reserve(store._tier.presence.lease, PAGE, b"")
+        mine = folder / f"{draft_prefix(intent)}0"
+        mine.write_bytes(bytes(PAGE))
+        reindex(store)
+        assert (copy.exists(), mine.exists()) == (False, True)
+
+
 def test_a_copy_over_the_capacity_is_evicted_down_to_it(tmp_path: Path) -> None:
     with open_store(f"file://{tmp_path}/there") as store:
         store.put_many(SPACE, writes(range(100)))
@@ -123,7 +139,7 @@ def test_tails_are_read_the_same_by_one_thread_and_by_several(tmp_path: Path) ->
         store.put_many(SPACE, writes(range(70)))
     tree = NamespaceTree(SPACE)
     files = [
-        file for group, folder in block_folders(tree) for file in block_files(tmp_path, tree, group, folder).values()
+        file for group, folder in block_folders(tree) for file in block_files(tmp_path, tree, group, folder)[0].values()
     ]
     Path(files[3].path).unlink()
     os.truncate(files[4].path, 100)
