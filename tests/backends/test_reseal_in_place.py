@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -113,6 +115,21 @@ def test_what_is_not_there_is_not_stored(url: str) -> None:
         assert store.usage().blocks == len(NUMBERS) - 1
 
 
+def test_what_goes_meanwhile_is_neither_lost_nor_back(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_store(url) as store:
+        cls, real = type(store), type(store).reseal_many
+
+    def gone(self: BlockStore, *args: Any) -> list[ResealOutcome]:
+        self.delete_many(SPACE, [key(1)])
+        return real(self, *args)
+
+    monkeypatch.setattr(cls, "reseal_many", gone)
+    report = resealed(url)
+    assert (report.resealed, report.lost, report.dropped) == (len(NUMBERS) - 1, 0, 2)
+    with open_store(url) as store:
+        assert get(store, [1, 2]) == [MISS, HIT]
+
+
 def test_a_purge_while_it_is_written_wins(url: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind everything that a store looks at beforehand, and before the block is in place."""
     module, name = {
@@ -181,6 +198,12 @@ def files(folder: Path) -> int:
     return sum(path.stat().st_size > 64 * KIB for path in folder.rglob("*") if ".kvstore" not in path.parts)
 
 
+def block_file(folder: Path, number: int) -> Path:
+    tier = f"{folder}?keyring={folder.parent}/keyring.json&encryption=file:{folder.parent}/operator.key"
+    with LocalZarrStore(TierURL.parse(f"file://{tier}").validated(LocalZarrStore.options)) as store:
+        return folder / store._tier.tree(SPACE).block(key(number))
+
+
 def test_an_eviction_that_held_the_old_file_takes_the_new_one(
     file_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +219,22 @@ def test_an_eviction_that_held_the_old_file_takes_the_new_one(
         eviction.clear_away(tier, [held], iter(()))
         assert get(store, [1, 2]) == [MISS, HIT]
         assert files(tmp_path / "tier") == len(NUMBERS) - 1
+
+
+def test_nobody_who_has_the_old_file_open_keeps_its_space(file_url: str, tmp_path: Path) -> None:
+    path = block_file(tmp_path / "tier", 1)
+    with path.open("rb") as old, open_store(file_url) as store:
+        assert write_again(store, [1]) == [RESEALED]
+        assert os.fstat(old.fileno()).st_size == 0 < path.stat().st_size
+
+
+def test_the_new_file_says_what_the_old_one_said(file_url: str, tmp_path: Path) -> None:
+    with open_store(file_url) as store:
+        before = {info.key: (info.created, info.position, info.parent) for info in store.scan(SPACE)}
+        assert write_again(store, NUMBERS) == [RESEALED] * len(NUMBERS)
+    shutil.rmtree(tmp_path / "tier" / ".kvstore" / "catalogue")
+    with open_store(file_url) as store:  # its books are made anew from the files
+        assert {info.key: (info.created, info.position, info.parent) for info in store.scan(SPACE)} == before
 
 
 def test_what_finds_no_room_is_removed_and_put_again(file_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
