@@ -26,7 +26,9 @@ from kvstore.errors import (
 )
 from kvstore.testing.servers import free_port, valkey
 from kvstore.testing.supply import SPACE, get, key, write
+from kvstore.types import ResealOutcome
 from kvstore.values import name_of
+from kvstore_redis import RedisStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -251,3 +253,22 @@ class TestFormat:
         assert client.ttl(name(url, 1)) > 0
         for one in ("format", "sealed", f"manifest-{SPACE.name}"):
             assert client.ttl(prefix + one) == -1, one
+
+
+def test_a_new_data_key_takes_the_place_of_the_old_one_and_the_time_to_live_goes_on(
+    url: str, client: redis.Redis, tmp_path: Path
+) -> None:
+    (tmp_path / "key").write_text(secrets.token_hex(32))
+    sealed = {"encryption": f"file:{tmp_path}/key", "keyring": f"{tmp_path}/ring.json"}
+    with open_store(url, ttl="1h", **sealed) as store:
+        store.put_many(SPACE, [write(1), write(2)])
+        client.expire(name(url, 1), 100)
+        store.delete_many(SPACE, [key(2)])
+        before = client.get(name(url, 1))
+        assert store.reseal_many(SPACE, [write(1), write(2)]) == [ResealOutcome.RESEALED, ResealOutcome.GONE]
+        assert client.get(name(url, 1)) != before
+        assert 0 < client.ttl(name(url, 1)) <= 100
+        assert get(store, [1, 2]) == [HIT, MISS]
+        assert isinstance(store, RedisStore)
+        assert not store.replace("what was purged meanwhile", [memoryview(b"0")])
+        assert not store.exists("what was purged meanwhile")
