@@ -18,12 +18,12 @@ from kvstore.files import NotAFileError
 from kvstore_zarr.removal import erase, inode_of, release
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from kvstore.catalog import Snapshot, Victim
     from kvstore_zarr.tier import LocalTier
 
-__all__ = ["Held", "choose", "clear_away", "hold", "let_go", "sacrifice"]
+__all__ = ["Held", "choose", "clear_away", "hand_on", "heirs_among", "hold", "let_go", "sacrifice"]
 
 MOST_LOOKED_AT = 4096
 """How many of the oldest blocks one choice looks at, when one after the other is taken or being read."""
@@ -122,47 +122,64 @@ def sacrifice(tier: LocalTier, held: Sequence[Held]) -> bool:
     return False
 
 
-def _erase_unless_known(tier: LocalTier, held: Held) -> None:
-    """Of a block that was sealed anew while it was held, the new file stands there, and the entry is gone."""
-    with tier.catalog.read() as snapshot:
-        (known,) = snapshot.contains([held.victim.address])
-    if not known:
-        erase(held.path)
+def heirs_among(taken: Sequence[Held], drafts: Iterable[tuple[int, str]]) -> list[tuple[Held, str]]:
+    """Which evicted blocks' files become drafts, and which drafts: those of the same size.
 
-
-def clear_away(tier: LocalTier, taken: Sequence[Held], drafts: Iterator[tuple[int, str]]) -> dict[str, int]:
-    """Take the files of evicted blocks away: descriptors of those that became drafts instead, still locked, by path.
-
-    `drafts` are the size and the path of each file to be written. All other victims' space is free on return.
+    `drafts` are the size and the path of each file to be written.
     """
     by_size: dict[int, list[Held]] = {}
     for held in taken:
         by_size.setdefault(held.file_bytes, []).append(held)
-    heirs = {
-        matching.pop().victim.address: path for file_bytes, path in drafts if (matching := by_size.get(file_bytes))
-    }
-    recycled: dict[str, int] = {}
+    return [(matching.pop(), path) for file_bytes, path in drafts if (matching := by_size.get(file_bytes))]
+
+
+def clear_away(tier: LocalTier, taken: Sequence[Held]) -> None:
+    """Take the files of evicted blocks away; their space is free on return."""
     if not taken:
-        return recycled
+        return
     with tier.names.hold(held.victim.address for held in taken):
         for held in taken:
-            heir = heirs.get(held.victim.address)
-            if held.fd < 0:
-                continue
-            if inode_of(held.path) != held.inode:  # replaced since by another copy, which unlinked it
-                _erase_unless_known(tier, held)
-                continue
-            if heir is None:
+            if _is_there(tier, held):
                 os.unlink(held.path)
+    _cut(tier, taken)
+
+
+def hand_on(tier: LocalTier, heirs: Sequence[tuple[Held, str]]) -> dict[str, int]:
+    """Make drafts of evicted blocks' files: descriptors of those that are, still locked, by path. The others go."""
+    if not heirs:
+        return {}
+    recycled: dict[str, Held] = {}
+    with tier.names.hold(held.victim.address for held, _ in heirs):
+        for held, draft in heirs:
+            if not _is_there(tier, held):
                 continue
             try:
-                os.rename(held.path, heir)
-            except FileNotFoundError:  # somebody removed the heir's folder behind our back
+                os.rename(held.path, draft)
+                recycled[draft] = held
+            except FileNotFoundError:  # the draft has no folder: the disk was full, or somebody removed it
                 os.unlink(held.path)
-            else:
-                recycled[heir], held.fd = held.fd, -1
+    descriptors = {draft: held.fd for draft, held in recycled.items()}
+    for held in recycled.values():
+        held.fd = -1
+    _cut(tier, [held for held, _ in heirs])
+    return descriptors
+
+
+def _is_there(tier: LocalTier, held: Held) -> bool:
+    """Whether a victim's file stands under its name still. Another one that is nobody's goes."""
+    if held.fd < 0:
+        return False
+    if inode_of(held.path) == held.inode:
+        return True
+    with tier.catalog.read() as snapshot:  # a newer copy is known; of one that was sealed anew the entry is gone
+        (known,) = snapshot.contains([held.victim.address])
+    if not known:
+        erase(held.path)
+    return False
+
+
+def _cut(tier: LocalTier, taken: Sequence[Held]) -> None:
     for held in taken:
         if held.fd >= 0:  # no name any more, and nobody who has it open may keep the space
             os.ftruncate(held.fd, 0)
     let_go(tier, taken)
-    return recycled

@@ -22,15 +22,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import lmdb
-
 from kvstore.catalog import Entry, address_of
 from kvstore.presence import sync_folder
 from kvstore.retention import now_ns
 from kvstore.types import BlockWrite, PutOutcome
 from kvstore_zarr import eviction, steps
 from kvstore_zarr.format import PAGE, BlockFacts
-from kvstore_zarr.removal import erase, overwrite, reclaim_if_due, release, settle_intent
+from kvstore_zarr.removal import abandon, erase, overwrite, reclaim_if_due, release
 from kvstore_zarr.sealed import seal_file
 from kvstore_zarr.tier import pack_addresses
 
@@ -194,11 +192,11 @@ class PutJob:
             self._carry_out(self._intent, admitted, taken)
         except OSError as error:
             eviction.let_go(tier, taken)
-            self._abandon(self._intent)
+            abandon(self._tier, self._intent)
             self._settle([block for block in admitted if block.outcome is None], _outcome_of(error))
         except BaseException:
             eviction.let_go(tier, taken)
-            self._abandon(self._intent)
+            abandon(self._tier, self._intent)
             raise
         return True
 
@@ -285,11 +283,13 @@ class PutJob:
 
     def _carry_out(self, intent: Intent, admitted: Sequence[_Block], taken: Sequence[Held]) -> None:
         tier = self._tier
-        with suppress(OSError):  # on a full disk after the victims are gone; a draft over a victim's file wants it now
+        heirs = eviction.heirs_among(taken, ((self._file_bytes(block), block.draft) for block in admitted))
+        inherited = {held.victim.address for held, _ in heirs}
+        eviction.clear_away(tier, [held for held in taken if held.victim.address not in inherited])
+        with suppress(OSError):  # where the disk is full, a file is not handed on but goes, and there is room then
             for block in admitted:
                 self._make_folder(block)
-        sizes = ((self._file_bytes(block), block.draft) for block in admitted)
-        recycled = eviction.clear_away(tier, taken, sizes)
+        recycled = eviction.hand_on(tier, heirs)
         steps.checkpoint("removed")
         try:
             for block in admitted:
@@ -396,14 +396,6 @@ class PutJob:
         except OSError as error:
             erase(block.draft)
             block.outcome = _outcome_of(error)
-
-    def _abandon(self, intent: Intent) -> None:
-        """Undo a job that an error ended; what cannot be undone now is kept for later."""
-        try:
-            settle_intent(self._tier, intent)
-        except (OSError, lmdb.Error):
-            with self._tier.lock:
-                self._tier.stranded.append(intent)
 
 
 def _admitted(wanted: Sequence[_Block], freed: int, room: int | None) -> list[_Block]:

@@ -18,6 +18,8 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import lmdb
+
 from kvstore.files import NotAFileError, open_file
 from kvstore_zarr.folders import occupied
 from kvstore_zarr.metadata import METADATA_NAME
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from kvstore_zarr.tier import LocalTier
 
 __all__ = [
+    "abandon",
+    "cut",
     "dropped_and_empty",
     "erase",
     "inode_of",
@@ -98,19 +102,34 @@ def erase(path: str) -> None:
         _erase_other(path)
         return
     try:
-        deadline = time.monotonic() + READER_PATIENCE_S
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(0.001)
-                continue
-            os.unlink(path)
-            os.ftruncate(fd, 0)
-            return
+        unread = _wait_for_readers(fd)
         os.unlink(path)
+        if unread:
+            os.ftruncate(fd, 0)
     finally:
         release(fd)
+
+
+def cut(fd: int) -> None:
+    """Free the space of an open file that has no name any more, once nobody reads it, and let go of it."""
+    try:
+        if _wait_for_readers(fd):
+            os.ftruncate(fd, 0)
+    finally:
+        release(fd)
+
+
+def _wait_for_readers(fd: int) -> bool:
+    """Lock a file exclusively; False where somebody reads it for longer than `READER_PATIENCE_S`."""
+    deadline = time.monotonic() + READER_PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.001)
+        else:
+            return True
+    return False
 
 
 def overwrite(path: str) -> int:
@@ -212,6 +231,14 @@ def settle_intent(tier: LocalTier, intent: Intent) -> None:
                 payload = (PURGE if purged else b"") + pack_addresses(stuck)
                 intent = change.amend(intent, sum(stuck.values()), payload)
     if stuck:
+        _strand(tier, intent)
+
+
+def abandon(tier: LocalTier, intent: Intent) -> None:
+    """Undo a job that an error ended; what cannot be undone now is kept for later."""
+    try:
+        settle_intent(tier, intent)
+    except (OSError, lmdb.Error):
         _strand(tier, intent)
 
 

@@ -6,7 +6,7 @@
 4. **end**: the old files' space is free, and a transaction drops the intent.
 
 A kill leaves one whole file or the other under every name, both of which the entry describes; drafts go with the
-intent. An eviction that holds the old file finds another under its name and no entry, and takes that (`clear_away`).
+intent. An eviction that holds the old file finds another under its name and no entry, and takes that (`eviction`).
 """
 
 # ruff: noqa: PTH104, PTH120 - plain strings: a Path costs more than the system call it is made for
@@ -14,15 +14,11 @@ intent. An eviction that holds the old file finds another under its name and no 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import sys
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import lmdb
 
 from kvstore.catalog import Entry, Victim, address_of
 from kvstore.files import NotAFileError, open_file
@@ -32,7 +28,7 @@ from kvstore_zarr import steps
 from kvstore_zarr.expiry import take_out
 from kvstore_zarr.format import PAGE, BlockFacts
 from kvstore_zarr.put import DISK_HEADROOM, JOB_BYTES
-from kvstore_zarr.removal import READER_PATIENCE_S, erase, release, settle_intent
+from kvstore_zarr.removal import abandon, cut, erase
 from kvstore_zarr.sealed import seal_file
 from kvstore_zarr.tier import pack_addresses
 
@@ -131,7 +127,7 @@ class _Job:
             self._end(intent)
             steps.checkpoint("published")
         except BaseException:
-            _abandon(self._tier, intent)
+            abandon(self._tier, intent)
             raise
 
     def _make_room(self) -> None:
@@ -203,7 +199,7 @@ class _Job:
                         sync_folder(folder)
         finally:
             for fd in old:
-                _cut(fd)
+                cut(fd)
 
     def _end(self, intent: Intent) -> None:
         resealed = [block for block in self._blocks if block.outcome is ResealOutcome.RESEALED]
@@ -233,28 +229,3 @@ def _put_in_place(block: _Block) -> list[int]:
         return []
     block.outcome = ResealOutcome.RESEALED
     return fds
-
-
-def _cut(fd: int) -> None:
-    """Free the space of a file that has no name any more, once nobody reads it; then let go of it."""
-    deadline = time.monotonic() + READER_PATIENCE_S
-    try:
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(0.001)
-                continue
-            os.ftruncate(fd, 0)
-            return
-    finally:
-        release(fd)
-
-
-def _abandon(tier: LocalTier, intent: Intent) -> None:
-    """Undo a job that an error ended; what cannot be undone now is kept for later."""
-    try:
-        settle_intent(tier, intent)
-    except (OSError, lmdb.Error):
-        with tier.lock:
-            tier.stranded.append(intent)

@@ -12,6 +12,7 @@ import pytest
 import raw
 from tiers import Tier
 
+import kvstore_zarr.folders
 import kvstore_zarr.get
 import kvstore_zarr.steps
 from kvstore import BlockLayout, GetOutcome, PutOutcome, open_store
@@ -83,6 +84,31 @@ def test_room_that_an_eviction_makes_is_not_given_away_before_it_is_there(
             slow.join()
         assert occupied(tier) <= CAPACITY
         assert get(others, [0], SMALL) == [GetOutcome.HIT]
+
+
+def test_a_new_folder_takes_no_room_before_the_victims_are_gone(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large block goes for a small one, whose folders are new: both would be more than was reserved."""
+    seen: list[int] = []
+
+    def make_folder(path: str | Path, mode: int) -> None:
+        before = occupied(tier)
+        real(path, mode)
+        seen.append(before)
+
+    with tier.open() as store:
+        number = 0
+        while store.usage().blocks == number:
+            store.put_many(LARGE, [write(number, LARGE)])
+            number += 1
+        while room(store) > 128 * KIB:
+            number += 1
+            store.put_many(MEDIUM, [write(number, MEDIUM)])
+        full = occupied(tier)
+        real = kvstore_zarr.folders.make_folder
+        monkeypatch.setattr(kvstore_zarr.folders, "make_folder", make_folder)
+        assert store.put_many(SMALL, [write(0, SMALL)]) == [PutOutcome.STORED]
+    assert seen
+    assert max(seen) <= full - MIB, "the folders were made while the victim's file was there"
 
 
 def test_a_block_that_is_being_read_is_spared_and_whole(tier: Tier) -> None:

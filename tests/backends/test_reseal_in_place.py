@@ -12,7 +12,7 @@ import pytest
 from sealing_helpers import sealed
 
 import kvstore_lmdb.put
-import kvstore_zarr.reseal
+import kvstore_zarr.removal
 from kvstore import BlockStore, GetOutcome, PutOutcome, open_store
 from kvstore.catalog import Victim, address_of
 from kvstore.marks import Mark
@@ -215,11 +215,11 @@ def test_an_eviction_that_held_the_old_file_takes_the_new_one(
         with tier.catalog.read() as snapshot:
             victim = next(entry for entry in snapshot.scan(SPACE.fingerprint) if entry.key == key(1))
         (held,) = eviction.hold(tier, [Victim.of(victim)])
-        monkeypatch.setattr(kvstore_zarr.reseal, "READER_PATIENCE_S", 0.01)
+        monkeypatch.setattr(kvstore_zarr.removal, "READER_PATIENCE_S", 0.01)
         assert write_again(store, [1]) == [RESEALED]
         with tier.catalog.write() as change:
             assert change.evict([held.victim])
-        eviction.clear_away(tier, [held], iter(()))
+        eviction.clear_away(tier, [held])
         assert get(store, [1, 2]) == [MISS, HIT]
         assert files(tmp_path / "tier") == len(NUMBERS) - 1
 
