@@ -43,18 +43,19 @@ from kvstore.types import (
     Usage,
 )
 from kvstore.url import CAPACITY, DURABILITY, KEEP_FREE, MODE, READONLY, Option, TierURL, local_path
-from kvstore_lmdb.entry import key_id_in, place_of, stored_bytes
+from kvstore_lmdb.entry import key_id_in, stored_bytes
 from kvstore_lmdb.get import few, get_together, is_kept
-from kvstore_lmdb.opening import BLOCKS, Tier, open_tier, take_out, tree_bytes
+from kvstore_lmdb.opening import Tier, open_tier
 from kvstore_lmdb.purge import finish_purge
 from kvstore_lmdb.put import Puts, Staged, chunks
+from kvstore_lmdb.removal import TOGETHER, purge_blocks, remove_as_read, remove_blocks, remove_unless, take_back
 from kvstore_lmdb.repair import repair
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from kvstore.catalog import Change, Snapshot
+    from kvstore.catalog import Snapshot
     from kvstore.doctor import Finding
     from kvstore.marks import Mark
     from kvstore.namespace import Namespace
@@ -66,9 +67,6 @@ if TYPE_CHECKING:
 __all__ = ["LMDBStore"]
 
 T = TypeVar("T")
-
-_TOGETHER = 64
-"""Removals in one transaction."""
 
 _PAGE_OF_SCAN = 1000
 """Entries read in one transaction of a scan."""
@@ -91,7 +89,6 @@ class LMDBStore(BlockStore):
         super().__init__(url)
         self._tier: Tier = open_tier(url)
         self._readonly = url.option(READONLY)
-        self._blocks = self._tier.environment.databases[BLOCKS]
         self._pid = os.getpid()
         self._closing = threading.Lock()
         self._closed = False
@@ -131,7 +128,7 @@ class LMDBStore(BlockStore):
             if self._sealer is not None:
                 staged = _with_keys(self._sealer, staged)
             with self._telling():
-                self._take_back([member.address for member in staged])
+                take_back(self._tier, self._allowance, [member.address for member in staged])
             for chunk in self._chunks(staged):
                 with self._telling():
                     stored = self._puts.put(namespace, chunk, now)
@@ -194,10 +191,7 @@ class LMDBStore(BlockStore):
         addresses = self._addresses(namespace, keys)
         if self._readonly:
             return [False] * len(addresses)
-        removed: list[bool] = []
-        for start in range(0, len(addresses), _TOGETHER):
-            removed += self._rewritten(partial(self._remove_all, addresses[start : start + _TOGETHER]))
-        return removed
+        return self._some_at_a_time(len(addresses), lambda some: remove_blocks(self._tier, addresses[some]))
 
     def purge_many(
         self, namespace: Namespace, keys: Sequence[BlockKey], *, refuse_s: float = REFUSE_S, overwrite: bool = True
@@ -206,13 +200,10 @@ class LMDBStore(BlockStore):
         addresses = self._addresses(namespace, keys)
         if self._readonly:
             return [False] * len(addresses)
-        removed: list[bool] = []
         until = refused_until(refuse_s)
         smallest = min(map(namespace.block_bytes, range(len(namespace.layouts))))
         self._purged_small |= stored_bytes(smallest + self._longer) == PAGE
-        for start in range(0, len(addresses), _TOGETHER):
-            removed += self._rewritten(partial(self._purge_all, addresses[start : start + _TOGETHER], until))
-        return removed
+        return self._some_at_a_time(len(addresses), lambda some: purge_blocks(self._tier, addresses[some], until))
 
     def finish_purge(
         self, *, overwrite: bool = True, advance: Callable[[int], object] = lambda _: None
@@ -275,18 +266,7 @@ class LMDBStore(BlockStore):
         addresses = self._addresses(namespace, [info.key for info in infos])
         if self._readonly:
             return [False] * len(infos)
-        removed: list[bool] = []
-        for start in range(0, len(addresses), _TOGETHER):
-            some = addresses[start : start + _TOGETHER], infos[start : start + _TOGETHER]
-            removed += self._rewritten(partial(self._remove_as_read, *some))
-        return removed
-
-    def _remove_as_read(self, addresses: list[bytes], infos: Sequence[BlockInfo], attempt: int) -> list[bool]:
-        del attempt
-        with self._tier.catalog.read() as snapshot:
-            victims = snapshot.as_they_were(addresses, infos)
-        gone = take_out(self._tier.catalog, self._tier.current_space(), victims)
-        return [address in gone for address in addresses]
+        return self._some_at_a_time(len(infos), lambda some: remove_as_read(self._tier, addresses[some], infos[some]))
 
     def drop_namespace(self, namespace: Namespace, *, only_if_empty: bool = False) -> int:
         dropped = super().drop_namespace(namespace, only_if_empty=only_if_empty)
@@ -294,22 +274,6 @@ class LMDBStore(BlockStore):
             with self._telling(), self._tier.catalog.write() as change:
                 change.drop_namespace(namespace.fingerprint)
         return dropped
-
-    def _take_back(self, about_to_be_put: list[bytes]) -> None:
-        """Remove some of what has expired, and what is to be stored anew. On a full disk nothing is lost but time."""
-        catalog = self._tier.catalog
-        if not catalog.retention:
-            return
-        with catalog.read() as snapshot:
-            victims = snapshot.expired_of(about_to_be_put)
-            victims += snapshot.expired(self._allowance.take(len(about_to_be_put)))
-            ahead = snapshot.ahead(_TOGETHER)
-        with suppress(OSError):  # no page is free: room is made by what is evicted, then
-            for start in range(0, len(victims), _TOGETHER):
-                take_out(catalog, self._tier.current_space(), victims[start : start + _TOGETHER])
-            if ahead:
-                with catalog.write() as change:
-                    change.redate(ahead)
 
     def repair(self) -> list[Repaired]:
         if self._readonly:
@@ -349,18 +313,25 @@ class LMDBStore(BlockStore):
         addresses = self._addresses(namespace, keys)
         if self._readonly:
             return [MarkOutcome.FAILED] * len(addresses)
-        return self._rewritten(lambda _: self._tier.catalog.mark(addresses, mark))
+        return self._rewritten(partial(self._tier.catalog.mark, addresses, mark))
 
     def unmark_many(self, namespace: Namespace, keys: Sequence[BlockKey], mark: Mark) -> list[bool]:
         addresses = self._addresses(namespace, keys)
         if self._readonly:
             return [False] * len(addresses)
-        return self._rewritten(lambda _: self._tier.catalog.unmark(addresses, mark))
+        return self._rewritten(partial(self._tier.catalog.unmark, addresses, mark))
 
-    def _rewritten(self, act: Callable[[int], list[T]]) -> list[T]:
+    def _some_at_a_time(self, count: int, act: Callable[[slice], list[bool]]) -> list[bool]:
+        """What `act` says of `count` blocks, in transactions of bounded size."""
+        done: list[bool] = []
+        for start in range(0, count, TOGETHER):
+            done += self._rewritten(partial(act, slice(start, start + TOGETHER)))
+        return done
+
+    def _rewritten(self, act: Callable[[], list[T]]) -> list[T]:
         """A change to entries that are there, which needs pages to be free."""
         with self._telling():
-            done = self._puts.patiently(act)
+            done = self._puts.patiently(lambda _: act())
         if done is None:
             raise TierUnavailable(f"{self.url}: no page is free to write with while a reader does not end")
         return done
@@ -408,37 +379,9 @@ class LMDBStore(BlockStore):
     def _get_together(self, wanted: Sequence[Wanted], ring: Ring | None) -> list[GetOutcome]:
         outcomes, stale = get_together(self._tier, wanted, ring)
         for one in stale:  # damaged, or its bytes went behind our back: the books follow
-            self._remove_unless(one[0], partial(is_kept, wanted=one, ring=ring))
+            if not self._readonly:
+                remove_unless(self._tier, one[0], partial(is_kept, wanted=one, ring=ring))
         return outcomes
-
-    def _remove_unless(self, address: bytes, is_sound: Callable[[memoryview], bool]) -> None:
-        """Take out what stands under `address`, unless a sound block does by now."""
-        if self._readonly:
-            return
-        with suppress(OSError, lmdb.Error), self._tier.catalog.write() as change:
-            _, value = self._tier.value(change.txn, address)
-            if value is None or not is_sound(value):
-                self._remove(change, address)
-
-    def _remove_all(self, addresses: list[bytes], attempt: int) -> list[bool]:
-        del attempt
-        with self._tier.catalog.write() as change:
-            return [self._remove(change, address) for address in addresses]
-
-    def _purge_all(self, addresses: list[bytes], until: int, attempt: int) -> list[bool]:
-        del attempt
-        with self._tier.catalog.write() as change:
-            if until:
-                change.tombs.bury(addresses, until)
-            removed = [self._remove(change, address) for address in addresses]
-            change.set_overhead(self._tier.space.overhead(tree_bytes(self._tier.catalog, change.txn)))
-        return removed
-
-    def _remove(self, change: Change, address: bytes) -> bool:
-        gone = change.discard([address])
-        for entry in gone:
-            change.txn.delete(place_of(entry.generation), db=self._blocks)
-        return bool(gone)
 
 
 def _with_keys(sealer: Sealer, blocks: list[Staged]) -> list[Staged]:
