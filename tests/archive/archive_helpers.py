@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvstore import BlockKey, BlockLayout, BlockRead, BlockWrite, GetOutcome, Mark, Namespace, PutOutcome, open_store
+from kvstore.archive import create
 from kvstore.deriving import keys_of_tokens
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.abc import BlockStore
+    from kvstore.archive import ArchiveInfo
 
 BLOCKS = 7
 STEP = 4
@@ -84,3 +86,12 @@ def held(store: BlockStore, space: Namespace, keys: Sequence[BlockKey]) -> list[
 def facts(store: BlockStore, space: Namespace) -> dict[BlockKey, tuple[int, bytes, tuple[str, ...]]]:
     """Position, parent and labels of every block."""
     return {info.key: (info.position, info.parent, info.labels) for info in store.scan(space)}
+
+
+def archived(folder: Path, space: Namespace = SPACE, tier: str | None = None, **words: Any) -> tuple[str, ArchiveInfo]:
+    """An archive of the prefix in a tier of its own: its URL, and what creating it said."""
+    tier = tier or filled(folder / "source", space)
+    url = f"file://{folder}/archives/one"
+    with open_store(tier) as store:
+        info = create(url, store, space, keys_of_tokens(space, IDS), **{"label": LABEL, **words})
+    return url, info

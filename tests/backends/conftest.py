@@ -43,6 +43,22 @@ def sqlite_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return install_sqlite(tmp_path_factory.mktemp("site"))
 
 
+@pytest.fixture(params=["file", "lmdb", "remote", "sqlite"])
+def sealing_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every kind of tier that can be sealed here."""
+    kind: str = request.param
+    if kind == "sqlite":
+        monkeypatch.syspath_prepend(request.getfixturevalue("sqlite_site"))
+        monkeypatch.delitem(sys.modules, "kvstore_sqlite", raising=False)
+    return kind
+
+
+@pytest.fixture
+def plain_url(sealing_kind: str, tmp_path: Path) -> str:
+    """Where a tier of such a kind can be, without the options that say that it is sealed."""
+    return f"file://{tmp_path}/tier?remote=true" if sealing_kind == "remote" else f"{sealing_kind}://{tmp_path}/tier"
+
+
 @pytest.fixture
 def backend_url(backend: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A URL of every backend, with nothing there yet."""

@@ -6,10 +6,12 @@ import base64
 import os
 from typing import TYPE_CHECKING
 
+from kvstore.sealing import Keyring, KeySource
+
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["key_file", "operator_key", "sealed"]
+__all__ = ["key_file", "keyring", "operator_key", "sealed"]
 
 
 def operator_key() -> str:
@@ -29,3 +31,8 @@ def sealed(url: str, folder: Path, *, key: str = "operator.key", keyring: str = 
     """`url` with the options of a sealed tier, whose key and keyring are in `folder`."""
     joint = "&" if "?" in url else "?"
     return f"{url}{joint}encryption=file:{key_file(folder, key)}&keyring={folder}/{keyring}"
+
+
+def keyring(folder: Path) -> Keyring:
+    """The keyring of the tiers there, opened."""
+    return Keyring.open(folder / "keyring.json", KeySource.parse(f"file:{key_file(folder)}").read(), create=False)

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sealing_helpers import key_file, sealed
+from sealing_helpers import key_file, keyring, sealed
 
 import kvstore_lmdb
 from kvstore import BlockStore, GetOutcome, MarkOutcome, PutOutcome, open_store
@@ -16,7 +16,6 @@ from kvstore.errors import ConfigurationError, KeyringError, StoreNotFoundError,
 from kvstore.marks import Mark
 from kvstore.purging import Request, purge
 from kvstore.rekeying import PASSES, keyrings_of, reseal
-from kvstore.sealing import Keyring, KeySource
 from kvstore.testing.supply import SPACE, get, key, keys, write, writes
 from kvstore.url import TierURL
 from kvstore_zarr.store import LocalZarrStore
@@ -47,10 +46,6 @@ def url(scheme: str, tmp_path: Path) -> str:
         store.mark_many(SPACE, keys([0, 1]), Mark("handbook", tenant="acme"))
         store.mark_many(SPACE, keys([1]), Mark("prices", pinned=True))
     return made
-
-
-def keyring(folder: Path) -> Keyring:
-    return Keyring.open(folder / "keyring.json", KeySource.parse(f"file:{key_file(folder)}").read(), create=False)
 
 
 def resealed(*urls: str) -> Resealed:

@@ -37,18 +37,14 @@ RESEALED, GONE, KEPT = ResealOutcome.RESEALED, ResealOutcome.GONE, ResealOutcome
 NUMBERS = range(12)
 
 
-@pytest.fixture(params=["file", "lmdb", "remote", "sqlite"])
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "sqlite":
-        monkeypatch.syspath_prepend(request.getfixturevalue("sqlite_site"))
-        monkeypatch.delitem(sys.modules, "kvstore_sqlite", raising=False)
-    return str(request.param)
-
-
 @pytest.fixture
-def url(kind: str, tmp_path: Path) -> str:
+def url(sealing_kind: str, tmp_path: Path) -> str:
     """A tier of twelve blocks, every third of acme; all have a mark and the first a pin, where there are any."""
-    place = f"file://{tmp_path}/tier?remote=true&lookup_ttl=0" if kind == "remote" else f"{kind}://{tmp_path}/tier"
+    place = (
+        f"file://{tmp_path}/tier?remote=true&lookup_ttl=0"
+        if sealing_kind == "remote"
+        else f"{sealing_kind}://{tmp_path}/tier"
+    )
     made = sealed(place, tmp_path)
     with open_store(made) as store:
         fill(store, NUMBERS)
@@ -132,12 +128,12 @@ def test_what_goes_meanwhile_is_neither_lost_nor_back(url: str, monkeypatch: pyt
         assert get(store, [1, 2]) == [MISS, HIT]
 
 
-def test_a_purge_while_it_is_written_wins(url: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_purge_while_it_is_written_wins(url: str, sealing_kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind everything that a store looks at beforehand, and before the block is in place."""
     module, name = {
         "file": (steps, "checkpoint"), "remote": (ObjectClient, "put"), "lmdb": (kvstore_lmdb.put, "fill"),
-        "sqlite": (sys.modules["kvstore_sqlite"].SQLiteStore if kind == "sqlite" else None, "replace"),
-    }[kind]  # fmt: skip
+        "sqlite": (sys.modules["kvstore_sqlite"].SQLiteStore if sealing_kind == "sqlite" else None, "replace"),
+    }[sealing_kind]  # fmt: skip
     real, purged = getattr(module, name), list[bool]()
     with open_store(url) as other, open_store(url) as store:
         store.contains_many(SPACE, [key(1)])  # it has just looked for tombstones
@@ -166,12 +162,12 @@ def test_a_tier_that_is_not_encrypted_or_is_read_only_keeps_what_it_has(url: str
         assert write_again(store, [1]) == [KEPT]
 
 
-@pytest.mark.parametrize("kind", ["file", "lmdb"], indirect=True)
+@pytest.mark.parametrize("sealing_kind", ["file", "lmdb"], indirect=True)
 def test_a_full_tier_gives_no_more_than_room_for_a_batch(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sealing_kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capacity, block = 32 << 20, SPACE.block_bytes()
-    url = sealed(f"{kind}://{tmp_path}/full?capacity={capacity}", tmp_path)
+    url = sealed(f"{sealing_kind}://{tmp_path}/full?capacity={capacity}", tmp_path)
     monkeypatch.setattr("kvstore.rekeying.BATCH_BYTES", 1 << 20)
     with open_store(url) as store:
         for start in range(0, 5 * capacity // block // 4, 16):

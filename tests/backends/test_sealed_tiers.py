@@ -5,21 +5,17 @@ one by one.
 from __future__ import annotations
 
 import json
-import random
 import struct
-import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import raw
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from sealing_helpers import key_file, operator_key, sealed
+from sealing_helpers import key_file, keyring, operator_key, sealed
 from tiers import Tier
 
-from kvstore import BlockLayout, BlockStore, BlockWrite, GetOutcome, MarkOutcome, PutOutcome, open_store
+from kvstore import BlockLayout, BlockWrite, GetOutcome, MarkOutcome, PutOutcome, open_store
 from kvstore.archive import create
 from kvstore.copying import copy
 from kvstore.errors import (
@@ -32,12 +28,10 @@ from kvstore.errors import (
 )
 from kvstore.integrity import crc32c
 from kvstore.marks import Mark
-from kvstore.rekeying import keyrings_of, reseal
 from kvstore.sealing import Keyring, KeySource
 from kvstore.testing.elsewhere import in_another_process
 from kvstore.testing.supply import SPACE, content, get, key, keys, write, writes
 from kvstore.tiering import TieringManager
-from kvstore.url import TierURL
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,28 +41,13 @@ if TYPE_CHECKING:
 
     from kvstore.sealing import Ring
 
-KINDS = ("file", "lmdb", "remote", "sqlite")
 HIT, MISS, CORRUPT = GetOutcome.HIT, GetOutcome.MISS, GetOutcome.CORRUPT
 STORED, EXISTS, FAILED = PutOutcome.STORED, PutOutcome.EXISTS, PutOutcome.FAILED
-
-
-@pytest.fixture(params=KINDS)
-def plain_url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A tier of every kind that seals, without the options that say so."""
-    if request.param == "sqlite":
-        monkeypatch.syspath_prepend(request.getfixturevalue("sqlite_site"))
-        monkeypatch.delitem(sys.modules, "kvstore_sqlite", raising=False)
-    remote = request.param == "remote"
-    return f"file://{tmp_path}/tier?remote=true" if remote else f"{request.param}://{tmp_path}/tier"
 
 
 @pytest.fixture
 def url(plain_url: str, tmp_path: Path) -> str:
     return sealed(plain_url, tmp_path)
-
-
-def keyring(folder: Path) -> Keyring:
-    return Keyring.open(folder / "keyring.json", KeySource.parse(f"file:{key_file(folder)}").read(), create=False)
 
 
 def of_tenant(number: int, tenant: str) -> BlockWrite:
@@ -211,7 +190,7 @@ class TestCosts:
             assert get(store, range(6)) == [HIT] * 6
             assert len(looks) == 2
 
-    @pytest.mark.parametrize("plain_url", ["sqlite"], indirect=True)
+    @pytest.mark.parametrize("sealing_kind", ["sqlite"], indirect=True)
     def test_where_the_tag_speaks_for_a_value_no_checksum_is_computed_over_it(
         self, url: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -329,86 +308,6 @@ class TestCopies:
             twin.destroy("beta")
             assert get(target, [3, 4]) == [MISS, HIT]
             assert get(source, [1, 2, 3, 4]) == [HIT] * 4
-
-
-def ids(store: BlockStore, numbers: range) -> set[bytes | None]:
-    return set(store.sealed_with(SPACE, keys(numbers)))
-
-
-class TestResealing:
-    def test_every_block_is_under_new_keys_and_the_old_ones_are_gone(self, url: str, tmp_path: Path) -> None:
-        numbers = range(6)
-        with open_store(url) as store:
-            whose = ["acme" if number % 2 else "" for number in numbers]
-            put = [write(number, tenant=whose[number], position=number) for number in numbers]
-            assert store.put_many(SPACE, put) == [STORED] * 6
-            marks = store.capabilities.marks
-            if marks:
-                store.mark_many(SPACE, keys([1]), Mark("manual", pinned=True, tenant="acme"))
-            before = ids(store, numbers)
-            tier = TierURL.parse(url)
-            report = reseal([tier], keyrings_of([tier]))
-            assert (report.resealed, report.lost, report.dropped) == (6, 0, 2)
-            after = ids(store, numbers)
-            assert len(after) == 2
-            assert not after & before
-            assert get(store, list(numbers)) == [HIT] * 6
-            infos = {info.key: info for info in store.scan(SPACE)}
-            assert [infos[key(number)].position for number in numbers] == list(numbers)
-            assert infos[key(1)].marks == ((Mark("manual", pinned=True, tenant="acme"),) if marks else ())
-            ring = keyring(tmp_path)
-            assert ring.tenants() == ["", "acme"]
-            assert set(ring.ring().keys) == after
-            assert before <= ring.ring().destroyed
-            ring.destroy("acme")
-            assert get(store, list(numbers)) == [HIT, MISS] * 3
-
-    def test_what_was_interrupted_goes_on_with_the_same_new_keys(self, url: str, tmp_path: Path) -> None:
-        numbers = range(4)
-        with open_store(url) as store:
-            store.put_many(SPACE, writes(numbers))
-            before = ids(store, numbers)
-            ring = keyring(tmp_path)
-            assert ring.renew() == before  # and killed, once a block was dealt with
-            store.delete_many(SPACE, keys([0]))
-            store.put_many(SPACE, writes([0]))
-            (new,) = ids(store, range(1))
-            assert get(store, list(numbers)) == [HIT] * 4
-            tier = TierURL.parse(url)
-            assert reseal([tier], keyrings_of([tier])).resealed == 3
-            assert ids(store, numbers) == {new}
-            assert get(store, list(numbers)) == [HIT] * 4
-
-
-@pytest.mark.parametrize("scheme", ["file", "lmdb"])
-def test_resealing_beside_readers_and_writers_costs_misses_and_nothing_else(scheme: str, tmp_path: Path) -> None:
-    url, numbers = sealed(f"{scheme}://{tmp_path}/tier", tmp_path), range(12)
-    tier, over = TierURL.parse(url), threading.Event()
-
-    def use(seed: int) -> set[str]:
-        chance, seen = random.Random(seed), set[str]()
-        with open_store(url) as store:
-            while not over.is_set():
-                some = chance.sample(numbers, 3)
-                seen |= {str(outcome) for outcome in store.put_many(SPACE, writes(some))}
-                seen |= {str(outcome) for outcome in get(store, some)}
-        return seen
-
-    with open_store(url) as store, ThreadPoolExecutor(3) as pool:
-        store.put_many(SPACE, writes(numbers))
-        users = [pool.submit(use, seed) for seed in range(3)]
-        try:
-            reports = [reseal([tier], keyrings_of([tier])) for _ in range(4)]
-        finally:
-            over.set()
-        seen = set[str]().union(*(user.result() for user in users))
-        assert seen <= {str(outcome) for outcome in (STORED, EXISTS, HIT, MISS)}
-        assert sum(report.resealed for report in reports) > len(numbers)
-        store.put_many(SPACE, writes(numbers))
-        get(store, list(numbers))  # what a batch has sealed with a key that was dropped meanwhile is taken out
-        store.put_many(SPACE, writes(numbers))
-        assert get(store, list(numbers)) == [HIT] * len(numbers)
-        assert len(ids(store, numbers)) == 1
 
 
 @pytest.mark.parametrize("scheme", ["file", "lmdb"])
