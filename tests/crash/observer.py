@@ -3,7 +3,7 @@
 It knows nothing of kvstore. It adds up `st_blocks` of every file and folder, each inode once. A walk is not atomic: a
 file that was seen before it shrank and another that was seen after it grew count together, though they never stood
 together, and the other way round. Where the tree has a file system to itself, the kernel's own count (`statvfs`) is
-taken as well: that one is exact, and counts files that were unlinked while open, too.
+taken as well: that one is exact (see `disks`), and counts files that were unlinked while open, too.
 """
 
 from __future__ import annotations
