@@ -158,6 +158,14 @@ class BlockStore(ABC):
         """
         return self.get_many_into(namespace, blocks)
 
+    def of_later_version(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
+        """Of blocks that are there and that `check_many` finds missing: whether a later kvstore wrote what is there.
+
+        Such a block is left alone. Looks at each once more. This default knows of none.
+        """
+        del namespace
+        return [False] * len(keys)
+
     def touch_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:  # noqa: B027 - optional
         """Make blocks young for eviction without reading them; unknown keys are passed over.
 
@@ -265,6 +273,12 @@ class BlockStore(ABC):
         """Put right what the store's own records and documents lack or have too much; what that was, if anything.
 
         The blocks' bytes are not read: `check_many` does that. Nothing happens on a read-only store.
+        """
+        return []
+
+    def amiss(self) -> list[str]:
+        """What is damaged in the records and documents of the open store so that blocks cannot be had, each in a
+        sentence. `repair` sees to it where that can be done. What a later kvstore wrote is no damage.
         """
         return []
 

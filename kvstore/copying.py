@@ -49,6 +49,8 @@ class Fate(enum.Enum):
     """The source's block failed its checks; it is not copied."""
     MISSING = "missing"
     """The source lists it and cannot find it."""
+    LATER = "of a later version"
+    """A later kvstore wrote it, and has to copy it."""
     GONE = "gone"
     """The source evicted or removed it meanwhile."""
     FAILED = "failed"
@@ -70,7 +72,7 @@ class SpaceReport:
     marks: Counter[MarkOutcome] = field(default_factory=Counter["MarkOutcome"])
     """What became of marks, one for each block and mark. `MISSING`: the target keeps none."""
     bad: dict[Fate, list[BlockKey]] = field(default_factory=dict["Fate", "list[BlockKey]"])
-    """Which blocks were `CORRUPT`, `MISSING`, `FAILED` and `REFUSED`."""
+    """Which blocks were `CORRUPT`, `MISSING`, `LATER`, `FAILED` and `REFUSED`."""
 
     @property
     def blocks(self) -> int:
@@ -108,7 +110,7 @@ class CopyReport:
         return sum(report.bytes for report in self.spaces)
 
     def of(self, fate: Fate) -> list[tuple[Namespace, BlockKey]]:
-        """The blocks that were `CORRUPT`, `MISSING`, `FAILED` or `REFUSED`."""
+        """The blocks that were `CORRUPT`, `MISSING`, `LATER`, `FAILED` or `REFUSED`."""
         return [(report.namespace, key) for report in self.spaces for key in report.bad.get(fate, ())]
 
 
@@ -261,8 +263,14 @@ class _Work:
             if outcome is GetOutcome.CORRUPT:
                 fates[info.key] = Fate.CORRUPT
         unread = [info.key for info, outcome in zip(infos, got, strict=True) if outcome is GetOutcome.MISS]
-        listed = self.source.contains_many(space, unread) if unread else []
-        return fates | {key: Fate.MISSING if still else Fate.GONE for key, still in zip(unread, listed, strict=True)}
+        return fates | (self._unread(space, unread) if unread else {})
+
+    def _unread(self, space: Namespace, keys: Sequence[BlockKey]) -> dict[BlockKey, Fate]:
+        """What became of blocks that the source does not give."""
+        asked = zip(
+            keys, self.source.contains_many(space, keys), self.source.of_later_version(space, keys), strict=True
+        )
+        return {key: (Fate.LATER if later else Fate.MISSING) if still else Fate.GONE for key, still, later in asked}
 
     def _tenants(self, space: Namespace, infos: Sequence[BlockInfo]) -> list[str]:
         """Whose each block is: under whose key it is sealed, else what its marks say."""
@@ -298,7 +306,7 @@ def _record(space: SpaceReport, batch: _Batch) -> None:
     for info, fate in zip(batch.infos, batch.fates, strict=True):
         if fate is Fate.COPIED:
             space.bytes += space.namespace.block_bytes(info.key.group)
-        elif fate in (Fate.CORRUPT, Fate.MISSING, Fate.FAILED, Fate.REFUSED):
+        elif fate in (Fate.CORRUPT, Fate.MISSING, Fate.LATER, Fate.FAILED, Fate.REFUSED):
             space.bad.setdefault(fate, []).append(info.key)
 
 

@@ -173,6 +173,18 @@ class KeyValueStore(KeyValueHooks, BlockStore):
                 for read, verdict in zip(reads, verdicts, strict=True)
             ]
 
+    def of_later_version(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
+        with self._using():
+            names = _checked_names(namespace, keys)
+            ring = None if self._sealer is None else self._sealer.reading()
+            buffers = (namespace.check_buffer(key, bytearray(namespace.block_bytes(key.group))) for key in keys)
+            reads = [Reading(namespace, key, into, ring) for key, into in zip(keys, buffers, strict=True)]
+            counts = self.read_many_into(zip(names, (read.buffers for read in reads), strict=True))
+            return [
+                count is not None and read.opened(count) is Unsealed.UNKNOWN and read.is_foreign()
+                for read, count in zip(reads, counts, strict=True)
+            ]
+
     def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         with self._using():
             names = _checked_names(namespace, keys)

@@ -27,7 +27,8 @@ import numpy as np
 from kvstore.integrity import crc32c
 from kvstore.records import address_of
 from kvstore.retention import now_ns
-from kvstore.sealing import SEAL_BYTES, Unsealed, seal_into, unseal_into
+from kvstore.sealing import SEAL_BYTES, SealHeader, Unsealed, seal_into, unseal_into
+from kvstore.sealing.seal import HEADER_BYTES as SEAL_HEADER_BYTES
 from kvstore.types import NO_PARENT, NO_POSITION, BlockInfo, BlockKey
 from kvstore.versions import FORMAT_VERSION, MUST_KNOW, is_foreign
 
@@ -141,6 +142,14 @@ class Reading:
             if found is Unsealed.GOOD:  # the tag has spoken for every byte
                 return found
         return found if facts.payload_crc == crc32c(self._payload) else Unsealed.DAMAGED
+
+    def is_foreign(self) -> bool:
+        """Whether a later kvstore made what came, of which `opened` said that it is `UNKNOWN`."""
+        sealed = self._payload[:SEAL_HEADER_BYTES].tobytes()
+        head = bytes(self.head)
+        return _is_left_alone(self.namespace, self.key, head) or (
+            self._ring is not None and SealHeader.is_foreign(sealed)
+        )
 
     def facts(self) -> Facts:
         """What the head says of a block that is intact."""

@@ -22,7 +22,8 @@ def check_version(found: object, place: str, what_to_do: str) -> None:
     """Raise `NewerFormatError` or `OlderFormatError` where `place` says that it is of another version than ours, and
     `NotAStoreError` where what it says is no version.
 
-    `what_to_do` with one that is too old, or damaged: it was written before there was a promise to read it.
+    `what_to_do` with one that is too old (it was written before there was a promise to read it), or damaged. Which of
+    both it is nothing here can tell: who has better evidence looks at that first.
     """
     if type(found) is not int:
         raise NotAStoreError(f"{place} is of format {found!r}, which is no version: it was damaged; {what_to_do}")
@@ -30,12 +31,12 @@ def check_version(found: object, place: str, what_to_do: str) -> None:
         return
     if found < FORMAT_VERSION:
         raise OlderFormatError(
-            f"{place} is of format {found}, from before version {FORMAT_VERSION}, which is not read any more:"
-            f" {what_to_do}"
+            f"{place} is of format {found}, from before version {FORMAT_VERSION}, which is not read any more (or that"
+            f" number was damaged): {what_to_do}"
         )
     raise NewerFormatError(
         f"{place} is of format {found}; this kvstore knows up to {FORMAT_VERSION}: upgrade kvstore-tiers, or use"
-        " another location"
+        f" another location. If no later kvstore ever wrote there, that number was damaged: {what_to_do}"
     )
 
 

@@ -49,7 +49,7 @@ from kvstore_lmdb.opening import Tier, open_tier
 from kvstore_lmdb.purge import finish_purge
 from kvstore_lmdb.put import Puts, Staged, chunks
 from kvstore_lmdb.removal import TOGETHER, purge_blocks, remove_as_read, remove_blocks, remove_unless, take_back
-from kvstore_lmdb.repair import repair
+from kvstore_lmdb.repair import is_of_later_version, repair
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -186,6 +186,10 @@ class LMDBStore(BlockStore):
             wanted = [one for one, is_alive in zip(checked, alive, strict=True) if is_alive]
             got = iter([outcome for some in few(wanted) for outcome in self._get_together(some, ring)])
             return [next(got) if is_alive else GetOutcome.MISS for is_alive in alive]
+
+    def of_later_version(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
+        with self._telling():
+            return [is_of_later_version(self._tier, address) for address in self._addresses(namespace, keys)]
 
     def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         addresses = self._addresses(namespace, keys)

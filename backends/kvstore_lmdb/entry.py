@@ -162,6 +162,11 @@ def is_left_alone(value: memoryview, address: bytes | None = None) -> bool:
     return magic == _MAGIC and is_here and is_foreign(version, flags, _SEALED)
 
 
+def is_later(value: memoryview, address: bytes) -> bool:
+    """Whether a later kvstore wrote `value`, or sealed what is in it; of one that `open_into` said is `UNKNOWN`."""
+    return is_left_alone(value, address) or SealHeader.is_foreign(bytes(value[HEADER_BYTES:][:SEAL_HEADER_BYTES]))
+
+
 def key_id_in(value: memoryview) -> bytes | None:
     """The id of the data key that the payload of `value` is sealed with; None where it is not sealed."""
     header = SealHeader.unpacked(bytes(value[HEADER_BYTES : HEADER_BYTES + SEAL_HEADER_BYTES]))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvstore.catalog import Entry
 from kvstore.records import generation_of
 from kvstore.repairing import Repaired
-from kvstore_lmdb.entry import HEADER_BYTES, identified, is_left_alone, place_of, stored_bytes
+from kvstore_lmdb.entry import HEADER_BYTES, identified, is_later, is_left_alone, place_of, stored_bytes
 from kvstore_lmdb.opening import BLOCKS
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvstore_lmdb.opening import Tier
 
-__all__ = ["repair"]
+__all__ = ["is_of_later_version", "repair"]
 
 _AT_ONCE = 1000
 """Entries compared in one read transaction."""
@@ -43,6 +43,13 @@ def repair(tier: Tier) -> list[Repaired]:
         Repaired("entries removed that were no blocks", done.count(False)),
     )
     return [one for one in repaired if one.count]
+
+
+def is_of_later_version(tier: Tier, address: bytes) -> bool:
+    """Whether what stands under an address is a later kvstore's; of a block that is neither damaged nor one for us."""
+    with tier.environment.read() as txn:
+        _, value = tier.value(txn, address)
+        return value is not None and is_later(value, address)
 
 
 def _pages(

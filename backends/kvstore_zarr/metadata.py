@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 from contextlib import suppress
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import NewerFormatError, NotAStoreError, OlderFormatError, StoreOpenError, StoreSealedError
@@ -54,6 +56,8 @@ _NAME = re.compile("[0-9a-f]{32}")
 _FOLDER, _WORD = re.compile("[0-9a-f]{2}"), "(0|[1-9][0-9]*)"
 _ARRAY = re.compile("[0-9a-f]{2}")
 _LARGEST_MANIFEST = 16 << 20
+
+_log = logging.getLogger("kvstore.file")
 
 
 class NamespaceTree:
@@ -194,38 +198,62 @@ def read_namespace(folder: Path, seal: str | None = None) -> NamespaceTree | Non
     return parse_namespace(data, folder.name, place, seal)
 
 
-_REMEDY = "kvstore verify --repair writes that of a local tier anew; elsewhere restore it, or move its folder away"
+_REMEDY = (
+    "kvstore verify --repair writes that of a local tier anew; elsewhere remove this document (the next put writes it"
+    " anew), restore it, or move its folder away"
+)
 
 
 def parse_namespace(data: bytes, name: str, place: str, seal: str | None = None) -> NamespaceTree | None:
     """The namespace that the manifest `data` describes, found at `place` in a folder called `name`; None if it is none.
 
-    Raises `NewerFormatError` and `OlderFormatError` for a manifest of another format, `StoreSealedError` for one whose
-    blocks are not sealed as `seal` says (see `read_namespace`), and `NotAStoreError` for one that contradicts itself,
-    or that cannot be read although the folder is named as a namespace is.
+    The folder's name is a checksum of what matters: a manifest that has it is of version 1, and is sound, whatever it
+    says beside that (and what it says wrongly is logged). Raises `NewerFormatError` and `OlderFormatError` for another
+    one of another format, `StoreSealedError` for one whose blocks are not sealed as `seal` says (see `read_namespace`),
+    and `NotAStoreError` for one that contradicts itself, or that cannot be read although the folder is named as a
+    namespace is.
     """
     try:
         facts = json.loads(data)["attributes"][_ATTRIBUTE]
-        version, fingerprint = facts["format"], facts["fingerprint"]
+        version, manifest = facts.get("format"), facts.get("namespace")
         found = str(facts.get(_SEALED, {}).get("keyring", PLAIN))
-        if type(version) is not int:
-            raise TypeError(f"its format is {version!r}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         _check_unreadable(name, place, error)
         return None
-    check_version(version, place, "remove the tier or move it away; it is a cache, and is filled anew")
     try:
-        namespace = Namespace.from_manifest(facts["namespace"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise NotAStoreError(f"{place} does not describe a namespace ({error!r}): {_REMEDY}") from error
-    if not fingerprint == namespace.name == name:
+        namespace = Namespace.from_manifest(manifest)
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        if is_namespace_name(name):
+            _check_format(version, place)
+            raise NotAStoreError(f"{place} does not describe a namespace ({error!r}): {_REMEDY}") from error
+        return None
+    if namespace.name != name:
+        _check_format(version, place)
         raise NotAStoreError(
-            f"{place} describes namespace {namespace.name}, in a folder named {name}: it was changed or renamed; move"
-            " it away"
+            f"{place} describes namespace {namespace.name}, in a folder named {name}: the document was changed, or the"
+            f" folder renamed. {_REMEDY}"
         )
+    if (version, facts.get("fingerprint")) != (FORMAT_VERSION, name) or type(version) is not int:
+        _say_damaged(place, f"it says format {version!r} and fingerprint {facts.get('fingerprint')!r}")
     if seal not in (None, found):
         raise StoreSealedError(f"{place} is of blocks that are {_how(found)}, in a tier whose blocks are {_how(seal)}")
     return NamespaceTree(namespace, found)
+
+
+@lru_cache
+def _say_damaged(place: str, how: str) -> None:
+    """Once."""
+    _log.warning(
+        "%s is damaged: %s, but what it describes is what its folder is named after, in format %d. It is used as that;"
+        " kvstore verify --repair writes the document of a local tier anew",
+        *(place, how, FORMAT_VERSION),
+    )
+
+
+def _check_format(version: object, place: str) -> None:
+    """Raise where a manifest says that it is of another version than ours. What says none is damaged."""
+    if type(version) is int:
+        check_version(version, place, "remove the tier or move it away; it is a cache, and is filled anew")
 
 
 def _how(seal: str | None) -> str:

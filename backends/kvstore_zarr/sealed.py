@@ -18,8 +18,11 @@ from typing import TYPE_CHECKING
 from kvstore.files import open_file
 from kvstore.sealing import SealHeader, Unsealed, seal_into, unseal_into
 from kvstore.sealing.seal import HEADER_BYTES
+from kvstore_zarr.format import is_left_alone
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     from kvstore_zarr.format import BlockFacts, BlockFrame
     from kvstore_zarr.metadata import NamespaceTree
 
-__all__ = ["key_id_in", "seal_file", "unseal_file"]
+__all__ = ["is_of_later_version", "is_of_later_version_at", "key_id_in", "seal_file", "unseal_file"]
 
 
 def seal_file(
@@ -55,6 +58,24 @@ def unseal_file(
     if found is not Unsealed.GOOD and not frame.payload_is_intact(closing, sealed):
         return Unsealed.DAMAGED
     return found
+
+
+def is_of_later_version(size: int, read: Callable[[int, int], bytes]) -> bool:
+    """Whether a file of `size` bytes that is neither damaged nor a block for us is one that a later kvstore wrote, or
+    that is sealed as a later one seals. `read` as for `is_left_alone`.
+    """
+    return is_left_alone(size, read) or SealHeader.is_foreign(read(0, HEADER_BYTES))
+
+
+def is_of_later_version_at(path: str) -> bool:
+    """The same, of what stands at `path`."""
+    with suppress(OSError):
+        fd = open_file(path, os.O_RDONLY)
+        try:
+            return is_of_later_version(os.fstat(fd).st_size, lambda offset, length: os.pread(fd, length, offset))
+        finally:
+            os.close(fd)
+    return False
 
 
 def key_id_in(path: str) -> bytes | None:

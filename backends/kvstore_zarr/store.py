@@ -37,7 +37,7 @@ from kvstore_zarr.reindex import reindex
 from kvstore_zarr.removal import dropped_and_empty, remove
 from kvstore_zarr.repair import repair
 from kvstore_zarr.reseal import reseal_blocks
-from kvstore_zarr.sealed import key_id_in
+from kvstore_zarr.sealed import is_of_later_version_at, key_id_in
 from kvstore_zarr.tier import CATALOGUE, INNER
 
 if TYPE_CHECKING:
@@ -150,6 +150,12 @@ class LocalZarrStore(BlockStore):
             if tier.is_aside(namespace.fingerprint):
                 return [GetOutcome.MISS] * len(blocks)
             return get_blocks(tier, tier.tree(namespace), checked, used=used)
+
+    def of_later_version(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
+        with self._using() as tier:
+            addresses_of(namespace, keys)
+            tree = tier.tree(namespace)
+            return [is_of_later_version_at(f"{tier.root}/{tree.block(key)}") for key in keys]
 
     def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         with self._using() as tier:
@@ -275,6 +281,10 @@ class LocalZarrStore(BlockStore):
     def repair(self) -> list[Repaired]:
         with self._using() as tier:
             return [] if tier.readonly else repair(tier)
+
+    def amiss(self) -> list[str]:
+        with self._using() as tier:
+            return tier.amiss()
 
     def scrubbed(self) -> Scrubbed | None:
         return scrubbed(self._tier.presence.directory)

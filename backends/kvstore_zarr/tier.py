@@ -13,7 +13,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvstore.errors import StoreOpenError
+from kvstore.errors import NewerFormatError, OlderFormatError, StoreOpenError
 from kvstore.namespace import FINGERPRINT_BYTES
 from kvstore.sealing import PLAIN
 from kvstore.types import BlockKey
@@ -95,6 +95,8 @@ class LocalTier:
     """Fingerprints of namespaces that were dropped: their folders go when the last one closes, if they are empty."""
     aside: dict[str, str] = field(default_factory=dict[str, str])
     """Namespaces (by the name of their folder) that cannot be served, and why: neither read nor written nor evicted."""
+    damaged: set[str] = field(default_factory=set[str])
+    """Those of them that are no other version's."""
     aside_bytes: int = 0
     """What stands in those folders and in no entry of the catalogue."""
     _trees: dict[bytes, NamespaceTree] = field(default_factory=dict[bytes, NamespaceTree])
@@ -130,14 +132,21 @@ class LocalTier:
     def set_aside(self, name: str, error: StoreOpenError) -> None:
         """Serve the namespace in folder `name` no longer, and leave it as it is."""
         if name not in self.aside:
+            if not isinstance(error, NewerFormatError | OlderFormatError):
+                self.damaged.add(name)
             self.aside[name] = f"namespace {name} is set aside, and what is in it is left alone: {error}"
             _log.warning(self.aside[name])
 
     def serve_again(self, name: str) -> None:
         """The namespace in folder `name` is in order: take it out of those that are set aside."""
         self.aside.pop(name, None)
+        self.damaged.discard(name)
         if not self.aside:
             self.aside_bytes = 0
+
+    def amiss(self) -> list[str]:
+        """Of the namespaces that are set aside those that are damaged, and how."""
+        return [self.aside[name] for name in sorted(self.damaged)]
 
     def notes(self) -> tuple[str, ...]:
         """What an operator should know of the tier as it was found."""

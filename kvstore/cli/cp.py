@@ -124,6 +124,7 @@ def _as_json(source: TierURL, target: TierURL, report: CopyReport, dry_run: bool
         "seconds": round(report.seconds, 3),
         "corrupt": [address_json(*address) for address in report.of(Fate.CORRUPT)],
         "missing": [address_json(*address) for address in report.of(Fate.MISSING)],
+        "later": [address_json(*address) for address in report.of(Fate.LATER)],
         "failed": [address_json(*address) for address in report.of(Fate.FAILED)],
         "purged_lately": [address_json(*address) for address in report.of(Fate.REFUSED)],
     }
@@ -155,7 +156,7 @@ def _show(source: TierURL, target: TierURL, report: CopyReport, dry_run: bool) -
             for space in report.spaces
         ),
     )
-    for fate in (Fate.CORRUPT, Fate.MISSING, Fate.FAILED):
+    for fate in (Fate.CORRUPT, Fate.MISSING, Fate.LATER, Fate.FAILED):
         for space, key in report.of(fate):
             click.echo(f"{fate.value}: {space.name} group {key.group} digest {key.digest.hex()}")
     if not dry_run and report.bytes:

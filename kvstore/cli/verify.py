@@ -71,8 +71,8 @@ def verify(ctx: click.Context, url: str, repair: bool, share: float, threads: in
     tier everywhere for that). No block becomes younger for eviction by being verified.
 
     Exit code 0 when every block that was read is intact, or was not and is repaired; 1 when one is corrupt or is listed
-    but cannot be found, or when the tier's own records are damaged. With --sample the rest is not looked at, and how
-    many that are is said.
+    but cannot be found, or when the tier's own records are damaged. A block that a later kvstore wrote is named and
+    left alone: it is no damage. With --sample the rest is not looked at, and how many that are is said.
     """
     tier = TierURL.parse(url)
     backend = backend_class(tier)
@@ -89,6 +89,7 @@ def verify(ctx: click.Context, url: str, repair: bool, share: float, threads: in
             with progress("verifying", store.usage().blocks) as advance:
                 look = _Look(store, share, threads, advance)
                 verdict.reports = [look.at(space) for space in store.namespaces()]
+            verdict.aside = store.amiss()
     if as_json:
         emit_json(verdict.as_json())
     else:
@@ -134,8 +135,8 @@ def _in_a_process_of_its_own(ctx: click.Context, tier: TierURL) -> NoReturn:
 
 @dataclass(slots=True)
 class _Report:
-    """What was found in one namespace. `gone` blocks were removed by others while we read: nothing is wrong. `unread`
-    ones were not looked at.
+    """What was found in one namespace. `gone` blocks were removed by others while we read, `later` ones are a later
+    kvstore's: nothing is wrong. `unread` ones were not looked at.
     """
 
     namespace: Namespace
@@ -145,26 +146,30 @@ class _Report:
     bytes: int = 0
     corrupt: list[BlockKey] = field(default_factory=list["BlockKey"])
     missing: list[BlockKey] = field(default_factory=list["BlockKey"])
+    later: list[BlockKey] = field(default_factory=list["BlockKey"])
 
     @property
     def blocks(self) -> int:
-        return self.intact + len(self.corrupt) + len(self.missing)
+        return self.intact + len(self.corrupt) + len(self.missing) + len(self.later)
 
 
 @dataclass(slots=True)
 class _Verdict:
-    """All that is to be said of a tier. `problems` are of its own records; after a repair they are no more."""
+    """All that is to be said of a tier. `problems` are of its own records; after a repair they are no more. `aside` is
+    what else is damaged beside the blocks, also after one.
+    """
 
     tier: TierURL
     repairing: bool
     problems: list[str]
+    aside: list[str] = field(default_factory=list[str])
     repaired: list[Repaired] = field(default_factory=list["Repaired"])
     reports: list[_Report] = field(default_factory=list[_Report])
 
     @property
     def ok(self) -> bool:
         """Whether everything that was looked at is intact, or was not and is repaired."""
-        if any(report.missing for report in self.reports):  # one that is sealed with a key that we lack, say
+        if self.aside or any(report.missing for report in self.reports):  # one that is sealed with a key that we lack
             return False
         return self.repairing or not (self.problems or any(report.corrupt for report in self.reports))
 
@@ -180,7 +185,8 @@ class _Verdict:
             "not_read": sum(report.unread for report in reports),
             "corrupt": [address_json(report.namespace, key) for report in reports for key in report.corrupt],
             "missing": [address_json(report.namespace, key) for report in reports for key in report.missing],
-            "records": self.problems,
+            "later": [address_json(report.namespace, key) for report in reports for key in report.later],
+            "records": [*self.problems, *self.aside],
             "repaired": self.repaired,
         }
 
@@ -235,7 +241,10 @@ class _Look:
     def _record(self, report: _Report, results: list[tuple[BlockKey, GetOutcome]]) -> None:
         unread = [key for key, outcome in results if outcome is GetOutcome.MISS]
         listed = self._store.contains_many(report.namespace, unread) if unread else []
-        report.missing += [key for key, there in zip(unread, listed, strict=True) if there]
+        there = [key for key, is_there in zip(unread, listed, strict=True) if is_there]
+        later = self._store.of_later_version(report.namespace, there) if there else []
+        report.later += [key for key, is_later in zip(there, later, strict=True) if is_later]
+        report.missing += [key for key, is_later in zip(there, later, strict=True) if not is_later]
         report.gone += listed.count(False)
         report.corrupt += [key for key, outcome in results if outcome is GetOutcome.CORRUPT]
         hits = [key for key, outcome in results if outcome is GetOutcome.HIT]
@@ -247,7 +256,7 @@ def _show(verdict: _Verdict) -> None:
     reports = verdict.reports
     print_table(
         str(verdict.tier),
-        ("namespace", "model", ">blocks", ">intact", ">corrupt", ">missing", ">not read", ">bytes checked"),
+        ("namespace", "model", ">blocks", ">intact", ">corrupt", ">missing", ">later", ">not read", ">bytes checked"),
         (
             (
                 report.namespace.name,
@@ -256,6 +265,7 @@ def _show(verdict: _Verdict) -> None:
                 str(report.intact),
                 str(len(report.corrupt)),
                 str(len(report.missing)),
+                str(len(report.later)),
                 str(report.unread),
                 format_size(report.bytes),
             )
@@ -263,11 +273,12 @@ def _show(verdict: _Verdict) -> None:
         ),
     )
     for report in reports:
-        for what, keys in (("corrupt", report.corrupt), ("missing", report.missing)):
+        named = (("corrupt", report.corrupt), ("missing", report.missing), ("of a later version", report.later))
+        for what, keys in named:
             for key in keys:
                 removed = ", removed" if verdict.repairing and what == "corrupt" else ""
                 click.echo(f"{what}: {report.namespace.name} group {key.group} digest {key.digest.hex()}{removed}")
-    for problem in verdict.problems:
+    for problem in (*verdict.problems, *verdict.aside):
         click.echo(f"records damaged: {problem}")
     if verdict.problems and not verdict.repairing:
         click.echo("no block was read: kvstore verify --repair sees to the records first, and then reads them")

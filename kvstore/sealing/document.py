@@ -148,7 +148,8 @@ class Document:
             version = found["kvstore_keyring"]
             if version != VERSION:
                 raise KeyringError(
-                    f"{where} is a keyring of version {version}; this kvstore knows {VERSION}: upgrade it"
+                    f"{where} is a keyring of version {version}; this kvstore knows {VERSION}: upgrade it. If no later"
+                    " kvstore ever wrote it, that number was damaged: restore it from a copy"
                 )
             return cls(
                 bytes.fromhex(found["id"]),

@@ -80,7 +80,7 @@ class SealHeader:
 
     @staticmethod
     def is_foreign(data: bytes) -> bool:
-        """Whether a later kvstore made it, as far as it says so itself."""
+        """Whether a later kvstore made it, as far as it says so itself: for who has its checksum checked."""
         if len(data) != HEADER_BYTES:
             return False
         magic, version, _, _, flags, *_ = _HEADER.unpack(data)

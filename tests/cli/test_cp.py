@@ -48,6 +48,7 @@ def test_a_tier_of_any_backend_is_copied_to_one_of_any_other(
         "marks_lost": 0,
         "corrupt": [],
         "missing": [],
+        "later": [],
         "failed": [],
         "purged_lately": [],
     }

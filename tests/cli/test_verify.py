@@ -29,6 +29,7 @@ def test_verify_of_an_intact_tier_reads_every_block(tier: str, capsys: pytest.Ca
         "not_read": 0,
         "corrupt": [],
         "missing": [],
+        "later": [],
         "records": [],
         "repaired": [],
     }

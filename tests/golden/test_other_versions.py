@@ -12,12 +12,13 @@ import pytest
 from golden_contents import BLOCKS, LATER_S, SEALED, SPACES, GoldenBlock, at
 from golden_tiers import ValueStore, got, opened
 
-from kvstore import BlockStore, GetOutcome, PutOutcome
+from kvstore import BlockRead, BlockStore, GetOutcome, PutOutcome
 from kvstore.archive import open_archive
 from kvstore.environment import Environment
 from kvstore.errors import KeyringError, NewerFormatError, NotAStoreError, OlderFormatError, StoreOpenError
 from kvstore.integrity import crc32c
 from kvstore.records import address_of, generation_of
+from kvstore.sealing import SEAL_BYTES
 from kvstore.url import TierURL
 from kvstore.values import name_of
 from kvstore_lmdb import LMDBStore
@@ -57,6 +58,18 @@ def edited(
         before = address_of(block.namespace, block.key) if name.startswith("values") else b""
         struct.pack_into("<I", changed, 124, crc32c(before + bytes(changed[:124])))
     return bytes(changed)
+
+
+def edited_seal(name: str, data: bytes, block: GoldenBlock, *, version: int) -> bytes:
+    """A stored block in which a later kvstore sealed what it holds, under sound checksums."""
+    changed = bytearray(data)
+    start = 0 if name.startswith(("file", "objects")) else 128
+    struct.pack_into("<H", changed, start + 8, version)
+    size = block.content.nbytes + SEAL_BYTES
+    checksum = struct.pack("<I", crc32c(bytes(changed[start : start + size])))
+    at_checksum = size if start == 0 else 120
+    changed[at_checksum : at_checksum + 4] = checksum
+    return edited(name, bytes(changed), block)
 
 
 def path_of(root: Path, name: str, block: GoldenBlock) -> Path:
@@ -101,6 +114,21 @@ def test_a_block_of_a_later_version_is_a_miss_and_stays(name: str, says: dict[st
         assert store.delete_many(ONE.namespace, [ONE.key]) == [True]
         assert store.put_many(ONE.namespace, [ONE.write]) == [PutOutcome.STORED]
         assert got(store, [ONE]) == [HIT]
+
+
+@pytest.mark.parametrize(("name", "where"), [*((name, "block") for name in PLAIN), *((n, "seal") for n in ENCRYPTED)])
+def test_who_verifies_can_tell_a_later_versions_block_from_one_that_is_gone(
+    name: str, where: str, copied: Path
+) -> None:
+    edit = edited if where == "block" else edited_seal
+    with at(LATER_S), opened(name, copied) as store:
+        stored(name, copied, store, ONE, lambda data: edit(name, data, ONE, version=VERSION))
+        keys = [ONE.key, OTHER.key]
+        reads = [BlockRead(key, bytearray(ONE.namespace.block_bytes(key.group))) for key in keys]
+        assert store.check_many(ONE.namespace, reads) == [MISS, HIT]
+        assert store.of_later_version(ONE.namespace, keys) == [True, False]
+        assert store.delete_many(ONE.namespace, [ONE.key]) == [True]
+        assert store.of_later_version(ONE.namespace, keys) == [False, False]
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *ENCRYPTED])
@@ -191,7 +219,15 @@ def say_format(root: Path, name: str, version: int) -> None:
         catalogue_says(place, version)
     else:
         for document in place.glob("*/zarr.json"):
-            document.write_text(document.read_text().replace('"format": 1', f'"format": {version}'))
+            describe_as(document, version)
+
+
+def describe_as(document: Path, version: int) -> None:
+    """The manifest is another version's, which takes fingerprints in another way: what it describes is not what version
+    1 names so.
+    """
+    text = document.read_text().replace('"format": 1', f'"format": {version}')
+    document.write_text(text.replace('"model": "', f'"model": "of version {version}: '))
 
 
 def catalogue_says(directory: Path, version: int) -> None:
@@ -216,7 +252,7 @@ def test_a_tier_from_before_the_first_version_says_that_it_is_to_go(name: str, c
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_tier_of_a_later_version_says_what_to_upgrade(name: str, copied: Path, *, readonly: bool) -> None:
     say_format(copied, name, VERSION)
-    with pytest.raises(StoreOpenError, match=r"format 2.*upgrade"):
+    with pytest.raises(StoreOpenError, match=r"format 2.*upgrade.*number was damaged: remove"):
         opened(name, copied, readonly=readonly)
 
 
@@ -228,18 +264,36 @@ def test_values_that_say_no_version_are_damaged_and_not_of_a_later_one(said: str
         opened("values", copied)
 
 
-@pytest.mark.parametrize("said", ["null", '"1"', "1.0", "true"])
-def test_a_manifest_that_says_no_version_is_damaged_and_repaired(said: str, copied: Path) -> None:
+@pytest.mark.parametrize(
+    ("sound", "damaged"),
+    [
+        *(('"format": 1', f'"format": {said}') for said in ("0", "3", "null", "1.0", "true")),
+        ('"format": 1', '"fgrmat": 1'),
+        ('"fingerprint": "', '"fingerprint": "x'),
+    ],
+)
+@pytest.mark.parametrize(("name", "every"), [("file", True), ("file", False), ("objects", True)])
+def test_a_manifest_whose_name_proves_it_is_version_1_whatever_it_says(
+    name: str, sound: str, damaged: str, copied: Path, every: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One flipped digit is not to close a tier: a later version's manifest would have another name."""
     space = ONE.namespace
-    document = copied / "file" / space.name / "zarr.json"
-    before = document.read_text()
-    document.write_text(before.replace('"format": 1', f'"format": {said}'))
-    with at(LATER_S), opened("file", copied) as store:
-        assert "verify --repair" in " ".join(store.capabilities.notes)
-        assert space not in store.namespaces()
-        assert store.repair()
-        assert document.read_text() == before
-        assert got(store, [ONE]) == [HIT]
+    before = {
+        path: path.read_text()
+        for path in (copied / name).glob("*/zarr.json")
+        if every or path.parent.name == space.name
+    }
+    for path, text in before.items():
+        path.write_text(text.replace(sound, damaged))
+        assert path.read_text() != text
+    for readonly in (True, False):
+        with at(LATER_S), opened(name, copied, readonly=readonly) as store:
+            assert len(store.namespaces()) == len(SPACES)
+            assert got(store, SEALED) == [HIT] * len(SEALED)
+            assert "is damaged" in caplog.text
+            if name == "file" and not readonly:
+                assert {one.what: one.count for one in store.repair()}.popitem()[1] == len(before)
+                assert {path: path.read_text() for path in before} == before
 
 
 @pytest.mark.parametrize("name", ["file", "objects"])
@@ -249,7 +303,7 @@ def test_a_namespace_of_another_version_is_left_alone_beside_ours(name: str, ver
     space = SPACES["bf16"]
     theirs = [block for block in BLOCKS if block.namespace == space]
     document = copied / name / space.name / "zarr.json"
-    document.write_text(document.read_text().replace('"format": 1', f'"format": {version}'))
+    describe_as(document, version)
     before = {path: path.read_bytes() for path in (copied / name / space.name).rglob("*") if path.is_file()}
     with at(LATER_S), opened(name, copied) as store:
         assert f"format {version}" in " ".join(store.capabilities.notes)
@@ -291,7 +345,7 @@ def test_an_archive_of_another_version(version: int, error: type[Exception], cop
 def test_a_keyring_of_a_later_version(copied: Path) -> None:
     path = copied / "keyring.json"
     path.write_text(path.read_text().replace('"kvstore_keyring": 1', '"kvstore_keyring": 2'))
-    with pytest.raises(KeyringError, match=r"version 2.*upgrade"):
+    with pytest.raises(KeyringError, match=r"version 2.*upgrade.*damaged: restore"):
         opened("file-sealed", copied)
 
 

@@ -26,7 +26,7 @@ def contradict(path: Path) -> None:
 
 
 def make_newer(path: Path) -> None:
-    path.write_text(path.read_text().replace('"format": 1', '"format": 7'))
+    path.write_text(path.read_text().replace('"format": 1', '"format": 7').replace("revision-1", "another"))
 
 
 def make_pipe(path: Path) -> None:

@@ -238,5 +238,6 @@ def test_a_namespace_of_a_later_format_is_left_alone(server: S3Server, place: st
     path = f"{place.removeprefix(f's3://{server.bucket}/')}/{SPACE.name}/zarr.json"
     document = json.loads(bytes(server.objects.get(path).bytes()))
     document["attributes"]["kvstore"]["format"] = 99
+    document["attributes"]["kvstore"]["namespace"]["model"] = "what version 1 does not name so"
     server.objects.put(path, json.dumps(document).encode())
     assert "format 99" in refusal(place, client=client)

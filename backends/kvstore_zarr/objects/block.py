@@ -13,7 +13,7 @@ from kvstore.retention import now_ns
 from kvstore.sealing import Unsealed
 from kvstore.types import BlockInfo, GetOutcome, PutOutcome, ResealOutcome
 from kvstore_zarr.format import BlockFacts, is_left_alone
-from kvstore_zarr.sealed import seal_file, unseal_file
+from kvstore_zarr.sealed import is_of_later_version, seal_file, unseal_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -195,9 +195,17 @@ class OneBlock:
 
     def _is_foreign(self, path: str) -> bool:
         """Whether what stands there is a block that a later kvstore wrote."""
-        data = self._client.get(path)
-        view = memoryview(b"" if data is None else data).cast("B")
+        view = self._whole(path)
         return is_left_alone(view.nbytes, lambda offset, length: bytes(view[offset : offset + length]))
+
+    def is_of_later_version(self, path: str) -> bool:
+        """The same, or that what is sealed in it is a later kvstore's; of a block that was not found to be damaged."""
+        view = self._whole(path)
+        return is_of_later_version(view.nbytes, lambda offset, length: bytes(view[offset : offset + length]))
+
+    def _whole(self, path: str) -> memoryview:
+        data = self._client.get(path)
+        return memoryview(b"" if data is None else data).cast("B")
 
     def delete(self, path: str) -> bool:
         """Remove the object at `path`; whether there was one."""

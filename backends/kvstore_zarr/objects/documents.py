@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from kvstore.objects.client import ObjectClient
     from kvstore.types import BlockKey
+    from kvstore.url import TierURL
     from kvstore_zarr.metadata import NamespaceTree
 
 __all__ = ["Documents"]
@@ -33,8 +34,8 @@ BELIEVED_S = 600.0
 class Documents:
     """What one open store knows of the documents in its tier. Thread-safe."""
 
-    def __init__(self, client: ObjectClient) -> None:
-        self._client = client
+    def __init__(self, url: TierURL, client: ObjectClient) -> None:
+        self._url, self._client = url, client
         self._lock = threading.Lock()
         self._known: dict[str, float] = {}
         self._refuses: bool | None = None if client.takes_new else False
@@ -48,7 +49,7 @@ class Documents:
         """The namespace whose folder is `name`; None where it has no manifest. Raises what `parse_namespace` raises."""
         path = f"{name}/{METADATA_NAME}"
         data = self._client.get(path)
-        return None if data is None else parse_namespace(bytes(data), name, path, seal)
+        return None if data is None else parse_namespace(bytes(data), name, f"{self._url}: {path}", seal)
 
     def prepare(self, tree: NamespaceTree, keys: Iterable[BlockKey]) -> dict[str, bytes]:
         """Put the namespace's manifest, if need be; the other documents that the folders of `keys` still want.

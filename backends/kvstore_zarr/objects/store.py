@@ -83,7 +83,7 @@ class ObjectZarrStore(BlockStore):
         self._capacity = wanted_capacity(url)
         check_options(url)
         self._client, folders = opened(url, place)
-        self._documents = Documents(self._client)
+        self._documents = Documents(url, self._client)
         self._ages = Ages(Retention.of(url))
         self._lookup = Lookup(self._client, url.option(LOOKUP_TTL), self._ages)
         self._trees = Trees(url, self._client, self._documents)
@@ -216,6 +216,12 @@ class ObjectZarrStore(BlockStore):
             for block, outcome in zip(blocks, outcomes, strict=True)
         ]
 
+    def of_later_version(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
+        with self._at_work():
+            _check(namespace, keys)
+            tree = self._trees.of(namespace)
+            return side_by_side(lambda key: self._one.is_of_later_version(tree.block(key)), keys, TRANSFERS)
+
     def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         with self._at_work():
             _check(namespace, keys)
@@ -342,6 +348,9 @@ class ObjectZarrStore(BlockStore):
                     elif entry.path.endswith(METADATA_NAME):
                         overhead += entry.size
         return Usage(blocks, used, overhead=overhead, capacity=self._capacity)
+
+    def amiss(self) -> list[str]:
+        return self._trees.amiss()
 
     def sealed_with(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bytes | None]:
         def key_id(key: BlockKey) -> bytes | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvstore.errors import StoreNotFoundError, StoreOpenError
+from kvstore.errors import NewerFormatError, OlderFormatError, StoreNotFoundError, StoreOpenError
 from kvstore.objects.faults import RequestFailed
 from kvstore.objects.side import side_by_side
 from kvstore.sealing import PLAIN
@@ -36,6 +36,7 @@ class Trees:
         self._trees: dict[str, NamespaceTree] = {}
         self.aside: dict[str, str] = {}
         """Names of namespaces that are left alone, and why."""
+        self._damaged: set[str] = set()
         self.seal: str | None = None
         """What says how the tier is sealed; None while it is not known: any is read."""
 
@@ -71,8 +72,14 @@ class Trees:
 
     def set_aside(self, name: str, error: StoreOpenError) -> None:
         """Leave it alone from now on."""
+        if not isinstance(error, NewerFormatError | OlderFormatError):
+            self._damaged.add(name)
         self.aside[name] = f"namespace {name} is set aside, and what is in it is left alone: {error}"
-        _log.warning("%s: %s", self._url, self.aside[name])
+        _log.warning(self.aside[name])
+
+    def amiss(self) -> list[str]:
+        """Of the namespaces that are left alone those that are damaged, and how."""
+        return [self.aside[name] for name in sorted(self._damaged)]
 
     def _read_all(self, names: Sequence[str]) -> list[NamespaceTree]:
         return [tree for tree in side_by_side(self._read, names) if tree is not None]
