@@ -50,6 +50,7 @@ from kvstore_lmdb.purge import finish_purge
 from kvstore_lmdb.put import Puts, Staged, chunks
 from kvstore_lmdb.removal import TOGETHER, purge_blocks, remove_as_read, remove_blocks, remove_unless, take_back
 from kvstore_lmdb.repair import is_of_later_version, repair
+from kvstore_lmdb.seat import SMALL_BYTES, Seat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -184,7 +185,8 @@ class LMDBStore(BlockStore):
                     alive = snapshot.alive([address for address, _ in checked])
             ring = None if self._sealer is None else self._sealer.reading()
             wanted = [one for one, is_alive in zip(checked, alive, strict=True) if is_alive]
-            got = iter([outcome for some in few(wanted) for outcome in self._get_together(some, ring)])
+            seat = Seat(needed=bool(wanted) and max(into.nbytes for _, into in wanted) <= SMALL_BYTES)
+            got = iter([outcome for some in few(wanted) for outcome in self._get_together(some, ring, seat)])
             return [next(got) if is_alive else GetOutcome.MISS for is_alive in alive]
 
     def of_later_version(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
@@ -380,8 +382,8 @@ class LMDBStore(BlockStore):
         except (OSError, lmdb.Error) as error:
             raise TierUnavailable(f"{self.url} cannot tell: {error}") from error
 
-    def _get_together(self, wanted: Sequence[Wanted], ring: Ring | None) -> list[GetOutcome]:
-        outcomes, stale = get_together(self._tier, wanted, ring)
+    def _get_together(self, wanted: Sequence[Wanted], ring: Ring | None, seat: Seat) -> list[GetOutcome]:
+        outcomes, stale = get_together(self._tier, wanted, ring, seat)
         for one in stale:  # damaged, or its bytes went behind our back: the books follow
             if not self._readonly:
                 remove_unless(self._tier, one[0], partial(is_kept, wanted=one, ring=ring))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvstore.sealing import Ring
     from kvstore_lmdb.entry import Bytes
     from kvstore_lmdb.opening import Tier
+    from kvstore_lmdb.seat import Seat
 
 __all__ = ["Wanted", "few", "get_together", "is_kept"]
 
@@ -43,16 +44,19 @@ def few(wanted: Sequence[Wanted]) -> list[Sequence[Wanted]]:
     return [wanted[start : start + most] for start in range(0, len(wanted), most)]
 
 
-def get_together(tier: Tier, wanted: Sequence[Wanted], ring: Ring | None) -> tuple[list[GetOutcome], list[Wanted]]:
+def get_together(
+    tier: Tier, wanted: Sequence[Wanted], ring: Ring | None, seat: Seat
+) -> tuple[list[GetOutcome], list[Wanted]]:
     """Read and check; one outcome each, and those of which the books say what is not so: they are to be taken out,
     unless what stands there by then `is_kept`.
     """
     outcomes: list[GetOutcome] = []
     stale: list[Wanted] = []
-    with tier.environment.read() as txn:
+    with seat, tier.environment.read() as txn:
         for address, into in wanted:
             booked, value = tier.value(txn, address)
             found = None if value is None else open_into(value, into, address, ring)
+            seat.keep()
             outcomes.append(_OUTCOMES[found])
             if booked and found not in _KEPT:
                 stale.append((address, into))

@@ -1,0 +1,153 @@
+"""Threads that move small blocks of `lmdb://` take turns; none waits for one that waits for something else."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+from lmdb_helpers import MIB, get, opened, put
+
+from kvstore import GetOutcome
+from kvstore_lmdb import seat as seats
+from kvstore_lmdb.seat import Seat
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+    from pathlib import Path
+
+HIT = GetOutcome.HIT
+SOON_S = 20.0
+"""What a test waits for that must come: long, on a busy machine."""
+
+
+@contextmanager
+def somebody_sits() -> Generator[threading.Event]:
+    """A thread that has the seat until the event is set, or the test is over."""
+    sits, goes = threading.Event(), threading.Event()
+
+    def sit() -> None:
+        with Seat(needed=True):
+            sits.set()
+            goes.wait(SOON_S)
+
+    holder = threading.Thread(target=sit)
+    holder.start()
+    assert sits.wait(SOON_S)
+    try:
+        yield goes
+    finally:
+        goes.set()
+        holder.join()
+
+
+def is_free() -> bool:
+    """Whether the seat can be had at once."""
+    if free := seats._Place.lock.acquire(blocking=False):
+        seats._Place.lock.release()
+    return free
+
+
+def test_small_blocks_are_read_by_one_thread_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seats, "PATIENCE_S", SOON_S)
+    with opened(tmp_path) as store, ThreadPoolExecutor(1) as pool:
+        put(store, range(40))
+        with somebody_sits() as goes:
+            reading = pool.submit(get, store, range(40))
+            time.sleep(0.2)
+            assert not reading.done()
+            goes.set()
+            assert reading.result(SOON_S) == [HIT] * 40
+    assert is_free()
+
+
+def test_large_blocks_wait_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seats, "PATIENCE_S", SOON_S)
+    with opened(tmp_path) as store, ThreadPoolExecutor(1) as pool:
+        put(store, [1], group=1)
+        put(store, [1], group=2)
+        with somebody_sits():
+            for group in (1, 2):
+                assert pool.submit(get, store, [1], group).result(SOON_S / 2) == [HIT]
+
+
+def test_whoever_hangs_with_the_seat_holds_up_the_others_once(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, range(40))
+        with somebody_sits():
+            assert get(store, range(40)) == [HIT] * 40
+            assert is_free()  # it is another one
+        assert get(store, range(40)) == [HIT] * 40
+
+
+def test_who_comes_too_late_for_the_seat_gets_in_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the others want it: each waits for `PATIENCE_S` at most."""
+    monkeypatch.setattr(seats, "PATIENCE_S", 0.01)
+    with opened(tmp_path) as store, ThreadPoolExecutor(8) as pool:
+        put(store, range(64))
+        over = time.monotonic() + 1.0
+
+        def read(_: int) -> int:
+            turns = 0
+            while time.monotonic() < over:
+                assert get(store, range(64)) == [HIT] * 64
+                turns += 1
+            return turns
+
+        assert min(pool.map(read, range(8))) > 0
+    assert is_free()
+
+
+def test_who_has_to_wait_for_the_device_gives_the_seat_up(tmp_path: Path) -> None:
+    path = tmp_path / "cold"
+    with path.open("wb+") as file:
+        file.write(os.urandom(MIB))
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with mmap.mmap(file.fileno(), MIB, prot=mmap.PROT_READ) as mapped, Seat(needed=True) as seat:
+            seat.keep()
+            assert not is_free()
+            before = seats._reads_of_the_device()
+            sum(mapped[::4096])
+            if seats._reads_of_the_device() == before:
+                pytest.skip("this file system keeps its files in memory")
+            seat.keep()
+            assert is_free()
+            with seat:  # what is left of the call
+                assert is_free()
+    assert is_free()
+
+
+def test_who_is_slow_for_another_reason_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seats, "PATIENCE_S", SOON_S)
+    with Seat(needed=True) as seat:
+        time.sleep(0.01)
+        seat.keep()
+        assert not is_free()
+    assert is_free()
+
+
+def test_a_failed_read_leaves_the_seat(tmp_path: Path) -> None:
+    with opened(tmp_path):
+        with pytest.raises(ZeroDivisionError), Seat(needed=True):
+            _ = 1 // 0
+        assert is_free()
+
+
+def test_a_child_that_was_forked_while_somebody_read_reads_too(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, range(8))
+    with somebody_sits():
+        child = os.fork()
+        if not child:
+            signal.alarm(int(SOON_S))
+            with opened(tmp_path) as store:
+                found = get(store, range(8))
+            os._exit(0 if found == [HIT] * 8 else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
