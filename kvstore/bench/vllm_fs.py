@@ -1,9 +1,9 @@
 """vLLM's own `fs` tier, as installed: its real `FileSystemTierManager`, on rows of the race's memory.
 
 vLLM drives a tier from one thread: jobs go in, and the next step asks what has ended. So all calls of the race's
-threads go in under one lock, and one more thread asks, every 0.3 ms. The tier checks nothing of what it reads. Where
-vLLM was built for another machine than this one, its C extension cannot be loaded and plain Python does its work:
-`notes` say so.
+threads go in under one lock, and one more thread asks, every 0.3 ms while something is under way (at other times it
+sleeps, for another contestant has its lap then). The tier checks nothing of what it reads. Where vLLM was built for
+another machine than this one, its C extension cannot be loaded and plain Python does its work: `notes` say so.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib
 import shutil
 import tempfile
 import threading
+import time
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -55,7 +56,8 @@ class VllmFs(Contestant):
         self._lock = threading.Lock()
         self._numbers = count()
         self._waiting: dict[int, _Answer] = {}
-        self._over = threading.Event()
+        self._busy = threading.Event()
+        self._over = False
         self._asks = threading.Thread(target=self._ask, name="kvstore-bench-vllm", daemon=True)
 
     def lend(self, memory: NDArray[np.uint8]) -> None:
@@ -80,7 +82,8 @@ class VllmFs(Contestant):
             Path(self._manager.file_mapper.get_file_name(self._vllm.key(key))).unlink(missing_ok=True)
 
     def close(self) -> None:
-        self._over.set()
+        self._over = True
+        self._busy.set()
         manager, self._manager = self._manager, None
         if manager is not None:
             if self._asks.ident is not None:
@@ -97,18 +100,20 @@ class VllmFs(Contestant):
         job = self._vllm.job(number, [self._vllm.key(key) for key in keys], rows, promotion=promotion)
         with self._lock:
             self._waiting[number] = answer
+            self._busy.set()
             (self._manager.submit_load if promotion else self._manager.submit_store)(job)
         if not answer.given.wait(_LONGEST_CALL_S) or not answer.success:
             raise TierUnavailable(f"vllm-fs: {len(keys)} blocks were not moved; vLLM's log says why")
 
     def _ask(self) -> None:
-        while not self._over.wait(_POLL_S):
-            if not self._waiting:
-                continue
+        while self._busy.wait() and not self._over:
+            time.sleep(_POLL_S)
             with self._lock:
                 ended = list(self._manager.get_finished_jobs())
-            for result in ended:
-                answer = self._waiting.pop(result.job_id)
+                answers = [(result, self._waiting.pop(result.job_id)) for result in ended]
+                if not self._waiting:
+                    self._busy.clear()
+            for result, answer in answers:
                 answer.success = result.success
                 answer.given.set()
 
