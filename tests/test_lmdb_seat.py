@@ -9,31 +9,34 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from lmdb_helpers import MIB, get, opened, put
+from lmdb_helpers import MIB, SPACE, get, opened, put
 
-from kvstore import GetOutcome
+from kvstore import GetOutcome, PutOutcome
+from kvstore.catalog import Catalog
 from kvstore_lmdb import seat as seats
-from kvstore_lmdb.seat import Seat
+from kvstore_lmdb.seat import LOADS, STORES, Place, Seat
 
 if TYPE_CHECKING:
     from collections.abc import Generator
     from pathlib import Path
 
-HIT = GetOutcome.HIT
+    from kvstore.catalog import Change
+
+HIT, STORED, FULL = GetOutcome.HIT, PutOutcome.STORED, PutOutcome.FULL
 SOON_S = 20.0
 """What a test waits for that must come: long, on a busy machine."""
 
 
 @contextmanager
-def somebody_sits() -> Generator[threading.Event]:
-    """A thread that has the seat until the event is set, or the test is over."""
+def somebody_sits(place: Place = LOADS) -> Generator[threading.Event]:
+    """A thread that has a seat until the event is set, or the test is over."""
     sits, goes = threading.Event(), threading.Event()
 
     def sit() -> None:
-        with Seat(needed=True):
+        with Seat(place, needed=True):
             sits.set()
             goes.wait(SOON_S)
 
@@ -47,10 +50,10 @@ def somebody_sits() -> Generator[threading.Event]:
         holder.join()
 
 
-def is_free() -> bool:
-    """Whether the seat can be had at once."""
-    if free := seats._Place.lock.acquire(blocking=False):
-        seats._Place.lock.release()
+def is_free(place: Place = LOADS) -> bool:
+    """Whether a seat can be had at once."""
+    if free := place.lock.acquire(blocking=False):
+        place.lock.release()
     return free
 
 
@@ -67,14 +70,55 @@ def test_small_blocks_are_read_by_one_thread_at_a_time(tmp_path: Path, monkeypat
     assert is_free()
 
 
+def test_small_blocks_are_stored_by_one_thread_at_a_time_and_loads_do_not_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seats, "PATIENCE_S", SOON_S)
+    with opened(tmp_path) as store, ThreadPoolExecutor(2) as pool:
+        put(store, range(8))
+        with somebody_sits(STORES) as goes:
+            storing = pool.submit(put, store, range(8, 16))
+            assert pool.submit(get, store, range(8)).result(SOON_S / 2) == [HIT] * 8
+            time.sleep(0.2)
+            assert not storing.done()
+            goes.set()
+            assert storing.result(SOON_S) == [STORED] * 8
+        assert get(store, range(16)) == [HIT] * 16
+    assert is_free(STORES)
+
+
+def test_while_one_commits_the_next_prepares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, free = Catalog.write, list[bool]()
+
+    @contextmanager
+    def written(catalog: Catalog, *arguments: Any) -> Generator[Change]:
+        with write(catalog, *arguments) as change:
+            yield change
+            free.append(is_free(STORES))
+
+    with opened(tmp_path) as store:
+        monkeypatch.setattr(Catalog, "write", written)
+        assert put(store, range(8)) == [STORED] * 8
+    assert free == [True]
+
+
+def test_a_store_that_failed_leaves_the_seat(tmp_path: Path) -> None:
+    with opened(tmp_path, capacity="4MiB") as store:
+        assert FULL in put(store, [1, 2, 3], group=2)
+        assert store.put_many(SPACE, []) == []
+        put(store, range(100))
+        assert is_free(STORES)
+        with somebody_sits(STORES):
+            assert put(store, [200]) == [STORED]
+            assert is_free(STORES)
+
+
 def test_large_blocks_wait_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seats, "PATIENCE_S", SOON_S)
-    with opened(tmp_path) as store, ThreadPoolExecutor(1) as pool:
-        put(store, [1], group=1)
-        put(store, [1], group=2)
-        with somebody_sits():
-            for group in (1, 2):
-                assert pool.submit(get, store, [1], group).result(SOON_S / 2) == [HIT]
+    with opened(tmp_path) as store, ThreadPoolExecutor(1) as pool, somebody_sits(), somebody_sits(STORES):
+        for group in (1, 2):
+            assert pool.submit(put, store, [1], group).result(SOON_S / 2) == [STORED]
+            assert pool.submit(get, store, [1], group).result(SOON_S / 2) == [HIT]
 
 
 def test_whoever_hangs_with_the_seat_holds_up_the_others_once(tmp_path: Path) -> None:
@@ -110,7 +154,7 @@ def test_who_has_to_wait_for_the_device_gives_the_seat_up(tmp_path: Path) -> Non
         file.write(os.urandom(MIB))
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        with mmap.mmap(file.fileno(), MIB, prot=mmap.PROT_READ) as mapped, Seat(needed=True) as seat:
+        with mmap.mmap(file.fileno(), MIB, prot=mmap.PROT_READ) as mapped, Seat(LOADS, needed=True) as seat:
             seat.keep()
             assert not is_free()
             before = seats._reads_of_the_device()
@@ -126,7 +170,7 @@ def test_who_has_to_wait_for_the_device_gives_the_seat_up(tmp_path: Path) -> Non
 
 def test_who_is_slow_for_another_reason_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seats, "PATIENCE_S", SOON_S)
-    with Seat(needed=True) as seat:
+    with Seat(LOADS, needed=True) as seat:
         time.sleep(0.01)
         seat.keep()
         assert not is_free()
@@ -135,7 +179,7 @@ def test_who_is_slow_for_another_reason_keeps_it(monkeypatch: pytest.MonkeyPatch
 
 def test_a_failed_read_leaves_the_seat(tmp_path: Path) -> None:
     with opened(tmp_path):
-        with pytest.raises(ZeroDivisionError), Seat(needed=True):
+        with pytest.raises(ZeroDivisionError), Seat(LOADS, needed=True):
             _ = 1 // 0
         assert is_free()
 

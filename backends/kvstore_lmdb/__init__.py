@@ -50,7 +50,7 @@ from kvstore_lmdb.purge import finish_purge
 from kvstore_lmdb.put import Puts, Staged, chunks
 from kvstore_lmdb.removal import TOGETHER, purge_blocks, remove_as_read, remove_blocks, remove_unless, take_back
 from kvstore_lmdb.repair import is_of_later_version, repair
-from kvstore_lmdb.seat import SMALL_BYTES, Seat
+from kvstore_lmdb.seat import LOADS, Seat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -185,7 +185,7 @@ class LMDBStore(BlockStore):
                     alive = snapshot.alive([address for address, _ in checked])
             ring = None if self._sealer is None else self._sealer.reading()
             wanted = [one for one, is_alive in zip(checked, alive, strict=True) if is_alive]
-            seat = Seat(needed=bool(wanted) and max(into.nbytes for _, into in wanted) <= SMALL_BYTES)
+            seat = Seat.of(LOADS, max((into.nbytes for _, into in wanted), default=0))
             got = iter([outcome for some in few(wanted) for outcome in self._get_together(some, ring, seat)])
             return [next(got) if is_alive else GetOutcome.MISS for is_alive in alive]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import time
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
@@ -23,6 +23,7 @@ from kvstore.sealing import SEAL_BYTES
 from kvstore.types import NO_POSITION, BlockWrite, PutOutcome, ResealOutcome
 from kvstore_lmdb.entry import HEADER_BYTES, Bytes, fill, place_of
 from kvstore_lmdb.opening import BLOCKS, Tier, evict, tree_bytes
+from kvstore_lmdb.seat import STORES, Seat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -79,6 +80,10 @@ class Puts:
 
     def put(self, namespace: Namespace, blocks: list[Staged], now: int) -> list[PutOutcome]:
         """Put one chunk, whose blocks have been checked; one outcome each, in order."""
+        with Seat.of(STORES, max(block.payload.nbytes for block in blocks)) as seat:
+            return self._put(namespace, blocks, now, seat)
+
+    def _put(self, namespace: Namespace, blocks: list[Staged], now: int, seat: Seat) -> list[PutOutcome]:
         catalog = self._tier.catalog
         try:
             with catalog.read() as snapshot:
@@ -91,22 +96,24 @@ class Puts:
                 for block, known in zip(blocks, there, strict=True)
             ]
             fresh = [block for block, outcome in zip(blocks, settled, strict=True) if outcome is None]
-            stored = iter(self._put_fresh(namespace, fresh, totals, now) if fresh else ())
+            stored = iter(self._put_fresh(namespace, fresh, totals, now, seat) if fresh else ())
         except OSError as error:
             failed = PutOutcome.FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else PutOutcome.FAILED
             return [failed] * len(blocks)
         return [outcome or next(stored) for outcome in settled]
 
-    def _put_fresh(self, namespace: Namespace, blocks: list[Staged], totals: Totals, now: int) -> list[PutOutcome]:
+    def _put_fresh(
+        self, namespace: Namespace, blocks: list[Staged], totals: Totals, now: int, seat: Seat
+    ) -> list[PutOutcome]:
         need = sum(block.size for block in blocks)
         if not self._can_fit(need, totals):
             if len(blocks) == 1:
                 return [PutOutcome.FULL]
             middle = len(blocks) // 2
-            first = self._put_fresh(namespace, blocks[:middle], totals, now)
+            first = self._put_fresh(namespace, blocks[:middle], totals, now, seat)
             with self._tier.catalog.read() as snapshot:
                 totals = snapshot.totals()
-            return first + self._put_fresh(namespace, blocks[middle:], totals, now)
+            return first + self._put_fresh(namespace, blocks[middle:], totals, now, seat)
         with self._staging(sum(block.value_bytes for block in blocks)) as memory:
             values: list[Buffer] = []
             end = 0
@@ -117,15 +124,15 @@ class Puts:
                 value = memory[start:end]
                 fill(value, namespace, block.block.key, block.payload, now, block.data_key)
                 values.append(value.data)
-            return self.publish(namespace, need, partial(_entries, blocks, now), values)
+            return self.publish(namespace, need, partial(_entries, blocks, now), values, seat)
 
     def publish(
-        self, namespace: Namespace, need: int, numbered: Numbered, values: Sequence[Buffer]
+        self, namespace: Namespace, need: int, numbered: Numbered, values: Sequence[Buffer], seat: Seat
     ) -> list[PutOutcome]:
         """Store values that occupy `need` bytes, and what the catalogue is to know of each, with room made before; one
-        outcome each.
+        outcome each. The `seat` is given up with the first commit.
         """
-        won = self.patiently(partial(self._store_in_room, namespace, need, numbered, values))
+        won = self.patiently(partial(self._store_in_room, namespace, need, numbered, values, seat))
         return [PutOutcome.FULL] * len(values) if won is None else won
 
     def _can_fit(self, need: int, totals: Totals) -> bool:
@@ -152,19 +159,19 @@ class Puts:
         return None
 
     def _store_in_room(
-        self, namespace: Namespace, need: int, numbered: Numbered, values: Sequence[Buffer], attempt: int
+        self, namespace: Namespace, need: int, numbered: Numbered, values: Sequence[Buffer], seat: Seat, attempt: int
     ) -> list[PutOutcome] | None:
         space = self._tier.current_space()
         room = need + space.slack(need, attempt)
         while evict(self._tier.catalog, space, room=room, most=max(need, space.chunk)):
             pass
-        return self._store(namespace, need, numbered, values)
+        return self._store(namespace, need, numbered, values, seat)
 
     def _store(
-        self, namespace: Namespace, need: int, numbered: Numbered, values: Sequence[Buffer]
+        self, namespace: Namespace, need: int, numbered: Numbered, values: Sequence[Buffer], seat: Seat
     ) -> list[PutOutcome] | None:
         """The transaction of a put: what became of the blocks, or None if another process has taken the room."""
-        with self._tier.catalog.write() as change:
+        with self._tier.catalog.write() as change, closing(seat):
             room = change.totals().room
             if room is not None and room < need:
                 return None

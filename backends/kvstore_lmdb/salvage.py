@@ -36,6 +36,7 @@ from kvstore.versions import check_version
 from kvstore_lmdb.entry import HEADER_BYTES, identified, is_intact, place_of, stored_bytes
 from kvstore_lmdb.opening import BLOCKS, open_tier
 from kvstore_lmdb.put import Puts
+from kvstore_lmdb.seat import STORES, Seat
 from kvstore_lmdb.space import SMALLEST_CAPACITY
 
 if TYPE_CHECKING:
@@ -87,13 +88,15 @@ def _save(directory: Path, beside: Path, mode: int, *, booked: bool) -> int:
         url = TierURL.parse(TierURL("lmdb", str(beside)), mode=f"{mode:04o}", **options)
         tier = open_tier(url.validated(backend_class(url).options))
         try:
-            puts = Puts(tier)
+            puts, alone = Puts(tier), Seat(STORES, needed=False)
             with tier.catalog.write() as change:
                 change.tombs.bury_again(found.tombs)
             for space, batch in groupby(found.blocks(booked=booked), lambda block: block[0]):
                 while some := list(islice(batch, _AT_ONCE)):
                     entries, values = [entry for _, entry, _ in some], [value for _, _, value in some]
-                    puts.publish(space, sum(entry.size for entry in entries), partial(_numbered, entries), values)
+                    puts.publish(
+                        space, sum(entry.size for entry in entries), partial(_numbered, entries), values, alone
+                    )
             tier.environment.sync()
             with tier.catalog.read() as snapshot:
                 return snapshot.totals().blocks
