@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from kvstore.types import BlockKey
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["BlockKeys", "Lookups", "block_key", "offload_key"]
 
 GROUP_BYTES = 4
+ABSENT = 0
 
 
 class BlockKeys(Collection[BlockKey]):
@@ -43,18 +45,18 @@ class BlockKeys(Collection[BlockKey]):
         return isinstance(key, BlockKey) and offload_key(key) in self._keys
 
 
-class Verdicts(dict[bytes, "bool | None"]):
-    """Of one request: key -> is it there; None while nobody knows. `hits` are those that are."""
+class Verdicts(dict[bytes, "int | None"]):
+    """Of one request: key -> how many failures there had been when it was told that the block is there; `ABSENT`; None
+    while nobody knows. `hits` are those that are there. Of failures, those up to number `begun` came before its first
+    question, and it knows of those up to number `settled`.
+    """
 
     hits = 0
     held_since: float | None = None
 
-    def keep(self, most: int) -> None:
-        """Of the blocks that are there, the first `most` asked for; the others are misses from now on."""
-        there = [key for key, found in self.items() if found]
-        for key in there[max(0, most) :]:
-            self[key] = False
-        self.hits = min(self.hits, max(0, most))
+    def __init__(self, begun: int) -> None:
+        super().__init__()
+        self.begun = self.settled = begun
 
 
 def block_key(key: bytes) -> BlockKey:
@@ -85,6 +87,8 @@ class Lookups:
         self._beyond = beyond
         self._requests: dict[str, Verdicts] = {}
         self._asking: dict[bytes, list[Verdicts]] = {}
+        self._failures = ABSENT + 1
+        self._failed: dict[bytes, int] = {}  # key -> the number of its last failure, in their order
 
     @property
     def waiting(self) -> bool:
@@ -95,9 +99,9 @@ class Lookups:
         """Is it there? None: not known yet, ask again in the next step."""
         verdicts = self._requests.get(request.req_id)
         if verdicts is None:
-            verdicts = self._requests[request.req_id] = Verdicts()
+            verdicts = self._requests[request.req_id] = Verdicts(self._failures)
         if key in verdicts:
-            return verdicts[key]
+            return self._verdict(verdicts, key)
         if self._beyond(key, request):
             return False
         verdicts[key] = None
@@ -114,16 +118,33 @@ class Lookups:
         for block, found in answers:
             key = offload_key(block)
             for verdicts in self._asking.pop(key, ()):
-                verdicts[key] = found and verdicts.hits < self._most
-                verdicts.hits += bool(verdicts[key])
+                there = found and verdicts.hits < self._most
+                verdicts[key] = self._failures if there else ABSENT
+                verdicts.hits += there
 
     def failed(self, keys: Iterable[bytes]) -> None:
-        """They could not be loaded: a miss for every request that has been told otherwise."""
+        """They could not be loaded: a miss for every request that has been told otherwise.
+
+        It finds out when it asks. Many blocks that fail at once, of which many requests know, would cost a step.
+        """
+        self._failures += 1
         for key in keys:
-            for verdicts in self._requests.values():
-                if verdicts.get(key):
-                    verdicts[key] = False
-                    verdicts.hits -= 1
+            self._failed.pop(key, None)
+            self._failed[key] = self._failures
+
+    def _verdict(self, verdicts: Verdicts, key: bytes) -> bool | None:
+        told = verdicts[key]
+        if told is None:
+            return None
+        if told != ABSENT and self._failed.get(key, ABSENT) > told:
+            verdicts[key] = told = ABSENT
+            verdicts.hits -= 1
+        return told != ABSENT
+
+    def _there(self, verdicts: Verdicts) -> list[bytes]:
+        """The blocks that are there, in the order in which they were asked for; after that all of them are settled."""
+        verdicts.settled = self._failures
+        return [key for key in verdicts if self._verdict(verdicts, key)]
 
     def held_back(self, request: str, held_rows: int, patience: float) -> bool:
         """Whether a request had better wait with what it was told is there: stores hold rows that it needs.
@@ -134,16 +155,25 @@ class Lookups:
         that it has waited for, for ever.
         """
         verdicts = self._requests[request]
-        if held_rows + verdicts.hits <= self._most:
+        room = max(0, self._most - held_rows)
+        if verdicts.hits > room and verdicts.settled != self._failures:
+            self._there(verdicts)
+        if verdicts.hits <= room:
             return False
         now = time.monotonic()
         if verdicts.held_since is None:
             verdicts.held_since = now
         if now - verdicts.held_since < patience:
             return True
-        verdicts.keep(self._most - held_rows)
+        for key in self._there(verdicts)[room:]:
+            verdicts[key] = ABSENT
+        verdicts.hits = room
         return False
 
     def forget(self, request: str) -> None:
         """It has ended. What is being asked for it is answered to nobody."""
         self._requests.pop(request, None)
+        # The oldest request is the first; what had failed before it began concerns nobody.
+        begun = next((verdicts.begun for verdicts in self._requests.values()), self._failures)
+        for key in list(takewhile(lambda key: self._failed[key] <= begun, self._failed)):
+            del self._failed[key]

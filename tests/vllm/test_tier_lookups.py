@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from driver import Request, keys
 from hypothesis import given
@@ -50,6 +52,61 @@ def test_a_block_that_failed_stays_a_miss_for_all_who_were_told_otherwise_and_no
     assert asked.told(second) == [True, False]
     asked.lookups.answered([(block_key(PROMPT[1]), True)])
     assert asked.told(first) == [True, False, True, True], "an old answer to somebody else changes nothing"
+
+
+def test_what_fails_costs_no_more_where_many_requests_know_of_it() -> None:
+    """Only whoever asks finds out: 64 requests of 512 blocks that are all lost would cost a step milliseconds."""
+    prompt = keys(512)
+
+    def cost(requests: int) -> float:
+        asked = Asked(most=10_000)
+        known = [Request(prompt) for _ in range(requests)]
+        for request in known:
+            asked.told(request)
+        asked.answer(*[True] * len(asked.questions))
+        begin = time.thread_time()
+        asked.lookups.failed(prompt)
+        spent = time.thread_time() - begin
+        assert all(asked.told(request) == [False] * len(prompt) for request in known)
+        return spent
+
+    cost(1)
+    assert min(cost(64) for _ in range(3)) < 16 * max(cost(1) for _ in range(3))
+
+
+def test_a_block_that_failed_and_is_there_again_is_a_hit_for_who_asks_later() -> None:
+    asked, early, late = Asked(), Request(PROMPT), Request(PROMPT)
+    asked.told(early)
+    asked.answer(*[True] * 4)
+    asked.lookups.failed(PROMPT)
+    asked.told(late)
+    asked.answer(*[True] * 4)
+    assert asked.told(late) == [True] * 4
+    assert asked.told(early) == [False] * 4
+    asked.lookups.failed(PROMPT[:1])
+    assert asked.told(late) == [False, True, True, True]
+
+
+def test_failures_that_nobody_can_have_been_told_of_are_forgotten() -> None:
+    asked, first, second = Asked(), Request(PROMPT), Request(PROMPT)
+    asked.told(first)
+    asked.lookups.failed(PROMPT[:2])
+    asked.told(second)
+    asked.lookups.failed(PROMPT[3:])
+    asked.lookups.forget(first.id)
+    assert list(asked.lookups._failed) == list(PROMPT[3:])
+    asked.lookups.forget(second.id)
+    assert not asked.lookups._failed
+
+
+def test_blocks_that_failed_make_room_for_a_request_that_waits_for_rows() -> None:
+    asked, request = Asked(most=4), Request(PROMPT)
+    asked.told(request)
+    asked.answer(*[True] * 4)
+    assert asked.lookups.held_back(request.id, 2, patience=60)
+    asked.lookups.failed(PROMPT[2:])
+    assert not asked.lookups.held_back(request.id, 2, patience=60)
+    assert asked.told(request) == [True, True, False, False]
 
 
 def test_a_new_request_asks_anew_and_a_request_that_ended_leaves_nothing() -> None:
