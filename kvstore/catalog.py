@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
     from pathlib import Path
 
+    from kvstore.growth import Growth
     from kvstore.marks import Mark, MarkOutcome
 
 __all__ = [
@@ -83,6 +84,8 @@ class Catalog:
 
     def __init__(self, environment: Environment, retention: Retention | None = None) -> None:
         self.environment = environment
+        self.growth: Growth | None = None
+        """What says whether the environment may grow, where it has to be asked."""
         self.retention = retention or Retention()
         """How long this opener keeps blocks: `Snapshot.alive` and `expired` go by it."""
         self.patrolled = b""
@@ -124,8 +127,18 @@ class Catalog:
         with self.environment.write(patience_s) as txn:
             change = Change(txn, self)
             yield change
-            change.use(self._take(SETTLED_ALONG))
+            if not self.is_held_up():
+                change.use(self._take(SETTLED_ALONG))
             change.finish()
+
+    def is_held_up(self) -> bool:
+        """Whether nothing is to be stored or noted, for the environment would grow, and no end to that is in sight."""
+        return self.growth is not None and self.growth.is_held_up()
+
+    @property
+    def is_held_up_for_long(self) -> bool:
+        """Whether it was found to be so a while ago already: not to be waited for."""
+        return self.growth is not None and self.growth.lasts
 
     def note(self, addresses: Iterable[bytes], *, hits: int = 1) -> bool:
         """These blocks were used now (`hits=0`: touched, not read); of several the last is the oldest, so that the end
@@ -176,7 +189,7 @@ class Catalog:
 
     def settle(self, patience_s: float = PATIENCE_S) -> None:
         """Write down every note, in transactions of bounded length. At close, and when `note` says so."""
-        while self._notes:
+        while self._notes and not self.is_held_up():
             with self.write(patience_s) as change:
                 change.use(self._take(8 * SETTLED_ALONG))
 

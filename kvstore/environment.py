@@ -211,9 +211,21 @@ class Environment:
 
         For who has the write lock, and `newest` is the last transaction: no reader can begin with an older one then.
         """
+        return min([newest, *(transaction for transaction, _ in self._readers())])
+
+    def oldest_reader(self) -> tuple[int, int]:
+        """The process whose read is the oldest, and how many transactions were committed since it began; 0 and 0 where
+        nobody reads.
+        """
+        last = self.last_transaction()
+        began, process = min(self._readers(), default=(last, 0))
+        return process, max(0, last - began)
+
+    def _readers(self) -> list[tuple[int, int]]:
+        """Of each reader the transaction whose outcome it reads, and its process."""
         with self._use:
-            lines = self._opened.env.readers().splitlines()[1:]
-        return min([newest, *(int(line.split()[-1]) for line in lines if line.split()[-1].isdigit())])
+            fields = [line.split() for line in self._opened.env.readers().splitlines()[1:]]
+        return [(int(one[-1]), int(one[0])) for one in fields if len(one) == 3 and one[-1].isdigit()]
 
     def file_bytes(self) -> int:
         """What the environment's two files occupy on the device (`st_blocks`)."""

@@ -28,7 +28,7 @@ from kvstore.presence import permit
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-__all__ = ["IN_PASSING_S", "PATIENCE_S", "WRITER", "Turns"]
+__all__ = ["IN_PASSING_S", "PATIENCE_S", "WRITER", "Turns", "is_stopped"]
 
 WRITER = "writer"
 """The file's name, in the environment's directory."""
@@ -85,7 +85,7 @@ class Turns:
         while not self._is_ours():
             waited = time.monotonic() - began
             holder = self._holder() if waited > min(STOPPED_PATIENCE_S, patience_s) else 0
-            if waited > patience_s or (holder and _is_stopped(holder)):
+            if waited > patience_s or (holder and is_stopped(holder)):
                 self._give_up(holder or self._holder(), waited, patience_s)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -107,7 +107,7 @@ class Turns:
         return 0 if kind == fcntl.F_UNLCK else process
 
     def _give_up(self, holder: int, waited: float, patience_s: float) -> None:
-        stopped = _is_stopped(holder)
+        stopped = is_stopped(holder)
         which = f"process {holder}{', which is stopped,' if stopped else ''}" if holder > 0 else "another process"
         what = f"{self._path.parent}: {which} has held up all writers for {waited:.1f} s"
         if self._stalled_since is None and (stopped or patience_s >= PATIENCE_S):
@@ -117,7 +117,7 @@ class Turns:
         raise TierUnavailable(what)
 
 
-def _is_stopped(process: int) -> bool:
+def is_stopped(process: int) -> bool:
     """Whether a process is stopped, by a signal or a debugger."""
     try:
         status = Path(f"/proc/{process}/stat").read_bytes()

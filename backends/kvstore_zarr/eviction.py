@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvstore.files import NotAFileError
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from kvstore.catalog import Snapshot, Victim
     from kvstore_zarr.tier import LocalTier
 
-__all__ = ["Held", "choose", "clear_away", "hand_on", "heirs_among", "hold", "let_go", "sacrifice"]
+__all__ = ["Held", "choose", "clear_away", "hand_on", "heirs_among", "hold", "let_go", "oldest", "sacrifice"]
 
 MOST_LOOKED_AT = 4096
 """How many of the oldest blocks one choice looks at, when one after the other is taken or being read."""
@@ -40,16 +41,35 @@ class Held:
     inode: int = -1
 
 
-def choose(tier: LocalTier, snapshot: Snapshot, shortage: int) -> list[Held]:
-    """Victims whose sizes add up to `shortage` bytes, if so many can be had."""
-    chosen: list[Held] = []
-    for number, victim in enumerate(victim for victim in snapshot.oldest() if not tier.is_aside(victim.address)):
-        if shortage <= 0 or number == MOST_LOOKED_AT:
+def oldest(tier: LocalTier, snapshot: Snapshot, shortage: int, *, after: int = 0) -> list[Victim]:
+    """The oldest blocks that may go, from the one numbered `after` on, whose sizes add up to `shortage` bytes."""
+    found: list[Victim] = []
+    may_go = (one for one in snapshot.oldest() if not tier.is_aside(one.address) and one.address not in tier.claimed)
+    for victim in islice(may_go, after, MOST_LOOKED_AT):
+        if shortage <= 0:
             break
-        held = _hold(tier, victim)
-        if held is not None:
-            chosen.append(held)
-            shortage -= victim.size
+        found.append(victim)
+        shortage -= victim.size
+    return found
+
+
+def choose(tier: LocalTier, victims: list[Victim], shortage: int) -> list[Held]:
+    """Victims whose sizes add up to `shortage` bytes, if so many can be had: of those, which are the `oldest`, and of
+    the next ones instead of any that somebody reads.
+
+    Files are opened outside of read transactions, which are to be short.
+    """
+    chosen: list[Held] = []
+    spared = 0
+    while victims:
+        held = hold(tier, victims)
+        chosen += held
+        spared += len(victims) - len(held)
+        shortage -= sum(one.victim.size for one in held)
+        if shortage <= 0:
+            break
+        with tier.catalog.read() as snapshot:
+            victims = oldest(tier, snapshot, shortage, after=spared)
     return chosen
 
 

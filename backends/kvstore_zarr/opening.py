@@ -24,6 +24,7 @@ from kvstore.errors import (
     StoreSealedError,
 )
 from kvstore.files import make_folder
+from kvstore.growth import Growth
 from kvstore.namespace import FINGERPRINT_BYTES
 from kvstore.presence import Presence, State, explained, mode_of
 from kvstore.retention import Retention
@@ -160,6 +161,7 @@ def _open_parts(
         catalog = Catalog(environment, Retention.of(url))
         wanted = url.option(CAPACITY)
         capacity = catalog.prepare(wanted.resolve(root) if wanted else None, alone=presence.alone)
+        catalog.growth = Growth(environment, capacity)
         record_seal(environment, PLAIN if sealer is None else sealer.id, alone=presence.alone)
         sample = root / CATALOGUE / "data.mdb"
         device, reason = BlockDevice.choose(url.option(IO), root / DRAFTS, sample=sample, readonly=readonly)

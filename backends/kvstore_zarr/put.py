@@ -128,7 +128,7 @@ def _run(tier: LocalTier, tree: NamespaceTree, waiting: list[_Block]) -> None:
             continue
         now = time.monotonic()
         deadline = deadline or now + PATIENCE_S
-        if now > deadline:
+        if now > deadline or tier.catalog.is_held_up_for_long:
             return
         reclaim_if_due(tier, RECLAIM_INTERVAL_S / 10)
         time.sleep(0.001)
@@ -224,7 +224,8 @@ class PutJob:
             if self._blocks:
                 on_disk = need - self._disk_budget(totals.reserved)
                 shortage = max(shortage, min(on_disk, FOR_THE_DISK * max(need, DISK_HEADROOM)))
-            return eviction.choose(tier, snapshot, shortage)
+            oldest = eviction.oldest(tier, snapshot, shortage)
+        return eviction.choose(tier, oldest, shortage)
 
     def _find_present(self, present: Sequence[bool]) -> None:
         there = [block for block, is_there in zip(self._blocks, present, strict=True) if is_there]
@@ -238,7 +239,7 @@ class PutJob:
 
     def _reserve(self, held: Sequence[Held]) -> tuple[list[_Block], list[Held]]:
         tier, wanted = self._tier, self._open()
-        if not wanted and not held:
+        if not (wanted or held) or (wanted and tier.catalog.is_held_up()):
             return [], []
         with tier.catalog.write() as change:
             gone = {victim.address for victim in change.evict([one.victim for one in held])}
