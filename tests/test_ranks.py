@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -208,3 +209,19 @@ def test_whatever_the_order_of_reports_exactly_the_whole_blocks_are_stored(
         assert manager.lookup(PROMPT[:3]) == [MISS if number in broken else HIT for number in range(3)]
         assert free_slots(manager) == 1 + len(broken)
         assert (stores.waiting, stores.given_up) == (0, len(broken))
+
+
+def test_whose_a_block_is_and_where_it_stands_reaches_the_tier_as_from_one_writer(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/kv"
+    with managed(url, space=SPACE) as manager, open_store(url) as tier:
+        stores = ShardedStores(manager, FOUR_RANKS)
+        asked = signature(ShardedStores.prepare_store).parameters
+        assert asked.keys() == signature(type(manager).prepare_store).parameters.keys()
+        (view,) = stores.prepare_store(PROMPT[:1], position=7, parent=PROMPT[1].digest, tenant="acme")
+        assert view is not None
+        for rank in range(4):
+            write_part(PROMPT[0], view, rank)
+            stores.complete_store(PROMPT[:1], rank)
+        assert manager.drain(5)
+        (info,) = tier.scan(SPACE)
+        assert (info.position, info.parent, [mark.tenant for mark in info.marks]) == (7, PROMPT[1].digest, ["acme"])

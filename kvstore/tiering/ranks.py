@@ -68,13 +68,13 @@ class ShardedStores:
         return len(self._stores)
 
     def prepare_store(
-        self, keys: Sequence[BlockKey], *, position: int = NO_POSITION, parent: bytes = NO_PARENT
+        self, keys: Sequence[BlockKey], *, position: int = NO_POSITION, parent: bytes = NO_PARENT, tenant: str = ""
     ) -> list[NDArray[np.uint8] | None]:
         """As `TieringManager.prepare_store`; each rank of `Shards.writers` writes its part of a view, and no other.
 
         A view stays valid until all of them have reported.
         """
-        views = self._manager.prepare_store(keys, position=position, parent=parent)
+        views = self._manager.prepare_store(keys, position=position, parent=parent, tenant=tenant)
         deadline = time.monotonic() + self._timeout
         for number, key in enumerate(keys):
             slot = self._manager.primary.get(key)
