@@ -49,7 +49,7 @@ def test_a_view_is_cut_to_the_size_of_its_block_and_is_the_memory_itself() -> No
     found = tier.get(KEYS[0])
     assert found is slot
     assert (found.view == 7).all()
-    assert tier._pool[:101].tolist() == [7] * 100 + [0]
+    assert tier.memory[:101].tolist() == [7] * 100 + [0]
 
 
 def test_the_least_recently_used_unpinned_block_leaves_first() -> None:
@@ -122,7 +122,7 @@ def test_the_memory_stays_mapped_as_long_as_a_view_of_it_is_alive() -> None:
     slot = tier.reserve(KEYS[0], 4096)
     assert slot is not None
     view = memoryview(slot.view)
-    pool = weakref.ref(tier._pool)
+    pool = weakref.ref(tier.memory)
     del tier, slot
     gc.collect()
     assert pool() is not None

@@ -13,7 +13,7 @@ from kvstore.bench.contestant import Contestant
 from kvstore.bench.memory_copy import MemoryCopy
 from kvstore.bench.raw import RawFiles
 from kvstore.bench.runner import Figure, race
-from kvstore.bench.tier import TierUnderTest
+from kvstore.bench.tier import TierApart, TierUnderTest
 from kvstore.bench.vllm_fs import VllmFs
 from kvstore.bench.workload import Workload
 
@@ -25,6 +25,7 @@ __all__ = [
     "Figure",
     "MemoryCopy",
     "RawFiles",
+    "TierApart",
     "TierUnderTest",
     "VllmFs",
     "Workload",

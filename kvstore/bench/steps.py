@@ -114,7 +114,7 @@ def measure_steps(
     `advance` is called after each contestant's slice.
     """
     in_flight = max(_JOBS, min(_MOST_IN_FLIGHT, _IN_FLIGHT_BYTES // block_bytes) // _JOBS * _JOBS)
-    memory = page_aligned_rows(in_flight * len(contestants), block_bytes)
+    memory = page_aligned_rows(in_flight * len(contestants), block_bytes, shared=True)
     rounds = calibrated_rounds()
     feeders: list[_Feeder] = []
     try:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvstore.bench.workload import Lap, Workload
     from kvstore.url import Capacity, TierURL
 
-__all__ = ["BENCH_MODEL", "TierUnderTest"]
+__all__ = ["BENCH_MODEL", "TierApart", "TierUnderTest"]
 
 BENCH_MODEL = "kvstore-bench"
 """The model name of every namespace a benchmark writes: nothing else uses it, so what is there may be removed."""
@@ -125,8 +125,11 @@ class TierUnderTest(Contestant):
         return laps_in_a_fresh_process(self._url, self._namespace, load, keys, passes)
 
     def traffic(self, memory: NDArray[np.uint8], threads: int) -> Traffic:
-        del memory
-        return ThroughTheTier(self._open(), self._namespace, threads)
+        return ThroughTheTier(self._open(), self._namespace, threads, memory)
+
+    def traffic_apart(self, memory: NDArray[np.uint8], threads: int) -> Traffic:
+        """`traffic`, through a process of its own."""
+        return ThroughTheTier(self._url, self._namespace, threads, memory)
 
     def files(self) -> list[Path]:
         path = Path(self._url.location)
@@ -160,6 +163,34 @@ class TierUnderTest(Contestant):
         if self._store is None:
             raise TierUnavailable(f"{self._url}: the benchmark is over")
         return self._store
+
+
+class TierApart(Contestant):
+    """The tier of `under_test`, in the same namespace, with its bytes moved by a process of its own."""
+
+    name: ClassVar[str] = "kvstore, io_process"
+
+    def __init__(self, under_test: TierUnderTest) -> None:
+        self.notes = []
+        self._same = under_test
+
+    def store(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> None:
+        self._same.store(keys, sources)
+
+    def load(self, keys: Sequence[BlockKey], targets: Sequence[memoryview]) -> None:
+        self._same.load(keys, targets)
+
+    def expect(self, keys: Sequence[BlockKey]) -> None:
+        self._same.expect(keys)
+
+    def clear(self, keys: Sequence[BlockKey]) -> None:
+        self._same.clear(keys)
+
+    def traffic(self, memory: NDArray[np.uint8], threads: int) -> Traffic:
+        return self._same.traffic_apart(memory, threads)
+
+    def close(self) -> None:
+        """Nothing is its own."""
 
 
 def _footprint(url: TierURL, own_name: str | None, total_bytes: int, wanted: Capacity | None) -> Footprint | None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvstore.abc import BlockStore
     from kvstore.namespace import Namespace
     from kvstore.types import BlockKey
+    from kvstore.url import TierURL
 
 __all__ = ["BlockingCalls", "ThroughTheTier"]
 
@@ -58,11 +59,13 @@ class BlockingCalls(Traffic):
 
 
 class ThroughTheTier(Traffic):
-    """A store behind its `SecondaryTier`, as an engine has it."""
+    """A store behind its `SecondaryTier`, as an engine has it; that of a URL in a process of its own."""
 
-    def __init__(self, store: BlockStore, namespace: Namespace, threads: int) -> None:
-        self._tier = SecondaryTier(store, namespace, threads=threads)
-        self._url = store.url
+    def __init__(
+        self, tier: TierURL | BlockStore, namespace: Namespace, threads: int, memory: NDArray[np.uint8]
+    ) -> None:
+        self._tier = SecondaryTier(tier, namespace, threads=threads, io_process=True, memory=memory.data)
+        self._url = self._tier.url
         self._left: dict[int, int] = {}
 
     def submit(self, job: int, keys: Sequence[BlockKey], rows: NDArray[np.uint8], *, is_store: bool) -> None:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.apart import shared_memory
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
@@ -75,10 +77,13 @@ def run_lap(
     return Lap(gigabytes / seconds, cpu / gigabytes)
 
 
-def page_aligned_rows(rows: int, block_bytes: int) -> NDArray[np.uint8]:
-    """`rows` blocks in one piece of memory, each on whole pages, every one of which has been touched."""
+def page_aligned_rows(rows: int, block_bytes: int, *, shared: bool = False) -> NDArray[np.uint8]:
+    """`rows` blocks in one piece of memory, each on whole pages, every one of which has been touched. `shared`: memory
+    that another process can be given.
+    """
     stride = -(-block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, rows * stride), np.uint8).reshape(rows, stride)
+    flat = shared_memory(rows * stride) if shared else np.frombuffer(mmap.mmap(-1, rows * stride), np.uint8)
+    memory: NDArray[np.uint8] = flat.reshape(rows, stride)
     memory.fill(1)
     return memory
 

@@ -18,6 +18,7 @@ from kvstore.bench import (
     Figure,
     MemoryCopy,
     RawFiles,
+    TierApart,
     TierUnderTest,
     VllmFs,
     Workload,
@@ -82,6 +83,9 @@ def _plottable(_: click.Context, __: click.Parameter, given: Path | None) -> Pat
     "--step", is_flag=True, help="Time a scheduler's step while the contestants move blocks, instead of their speed."
 )
 @click.option(
+    "--io-process", is_flag=True, help="With --step: the tier once more, its bytes moved by a process of its own."
+)
+@click.option(
     "--plot",
     "plot_to",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -100,6 +104,7 @@ def bench(
     own_name: str | None,
     scratch: Path | None,
     step: bool,
+    io_process: bool,
     plot_to: Path | None,
     as_json: bool,
 ) -> None:
@@ -121,13 +126,15 @@ def bench(
         raise click.UsageError(f"--block-bytes {max(block_bytes)} is more than --total {total}")
     if step and plot_to is not None:
         raise click.UsageError("--plot draws throughput: leave out --step")
+    if io_process and not step:
+        raise click.UsageError("--io-process is about a scheduler's step: give it with --step")
     if plot_to is not None:
         check_plotting()
     figures: list[Figure] = []
     steps: list[StepFigure] = []
     notes: list[str] = []
     against = tuple(dict.fromkeys(against))
-    contestants = 1 + len(against) + ("client" in against)
+    contestants = 1 + len(against) + ("client" in against) + io_process
     laps = len(block_bytes) * rounds * contestants * (len(RESTS_S) if step else len(OPERATIONS))
     with progress("measuring", laps) as advance, _capacity_explained(tier):
         for nbytes in block_bytes:
@@ -135,6 +142,8 @@ def bench(
                 with uninterrupted():
                     store = stack.enter_context(TierUnderTest(tier, nbytes, total, own_name))
                     others: list[Contestant] = []
+                    if io_process:
+                        others.append(stack.enter_context(TierApart(store)))
                     for name in against:
                         others += map(stack.enter_context, _others(tier, name, scratch, nbytes, notes))
                 told: list[str] = []

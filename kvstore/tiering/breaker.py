@@ -42,6 +42,7 @@ from kvstore.types import BlockKey, BlockRead
 if TYPE_CHECKING:
     from kvstore.abc import BlockStore
     from kvstore.namespace import Namespace
+    from kvstore.tiering.jobs import Calls
 
 __all__ = ["Breaker", "BreakerState", "Probe"]
 
@@ -143,5 +144,5 @@ class Probe(TierJob):
         self._key = BlockKey(random.randbytes(namespace.digest_bytes))
         self._memory = np.empty(namespace.block_bytes(0), np.uint8)
 
-    def work(self) -> None:
-        self.store.get_many_into(self.namespace, [BlockRead(self._key, self._memory.data)])
+    def calls(self) -> Calls:
+        yield self.verb("get_many_into", [BlockRead(self._key, self._memory.data)])

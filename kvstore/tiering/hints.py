@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvstore.marks import Mark
     from kvstore.namespace import Namespace
     from kvstore.tiering.counters import Counters
-    from kvstore.tiering.transfer import TransferPool
+    from kvstore.tiering.transfer import Jobs
     from kvstore.types import BlockKey
 
 __all__ = ["MAX_HINTS", "Hints"]
@@ -92,14 +92,14 @@ class Hints:
             self._counters.add(marks_dropped=dropped)
             self._counters.tell("marks", "labels and pins are dropped: more than %d wait to be written", MAX_HINTS)
 
-    def submit(self, pool: TransferPool[TierJob]) -> None:
+    def submit(self, pool: Jobs[TierJob]) -> None:
         """Hand over what was noted, unless a call of that kind is under way."""
         if self._used.notes and Touch not in self.under_way:
             self._start(pool, Touch(self._store, self.namespace, self._used.take()))
         if self._said.notes and Marking not in self.under_way:
             self._start(pool, Marking(self._store, self.namespace, self._said.take()))
 
-    def _start(self, pool: TransferPool[TierJob], hint: TierJob) -> None:
+    def _start(self, pool: Jobs[TierJob], hint: TierJob) -> None:
         self.under_way[type(hint)] = hint
         pool.submit(hint)
 
@@ -116,7 +116,7 @@ class Hints:
             if unpinned:
                 self._counters.tell("pins", "%d blocks were not pinned: no more of the capacity may be", unpinned)
 
-    def cancel(self, pool: TransferPool[TierJob]) -> None:
+    def cancel(self, pool: Jobs[TierJob]) -> None:
         """Forget what was noted and what has not begun."""
         self._used.clear()
         dropped = self._said.clear()

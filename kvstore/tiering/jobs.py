@@ -1,7 +1,8 @@
 """The calls that a secondary tier makes on its transfer threads: one backend verb each, for a batch of blocks.
 
-Made and settled on the manager's thread; `work` runs on a transfer thread and touches nothing but the job itself and
-the memory that it was given. What memory that is depends on whether the call can hang:
+Made and settled on the manager's thread. Its `calls` are made elsewhere, one after the other: on a transfer thread, or
+in the process that has the store (`pool_apart.py`). They touch nothing but the job itself and the memory that it was
+given. What memory that is depends on whether the call can hang:
 
 ::
 
@@ -23,8 +24,12 @@ it (`withdraw`): nothing of this job will ever touch a slot then, and the slots 
 
 from __future__ import annotations
 
+import contextlib
+from abc import abstractmethod
+from collections.abc import Generator
+from dataclasses import dataclass
 from itertools import chain, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -42,17 +47,75 @@ if TYPE_CHECKING:
     from kvstore.tiering.staging import Buffer
     from kvstore.types import BlockKey, PutOutcome
 
-__all__ = ["CopyOut", "Load", "Lookup", "Marking", "StagedLoad", "StagedStore", "Store", "TierJob", "Touch", "Transfer"]
+__all__ = [
+    "Calls",
+    "Copy",
+    "CopyOut",
+    "Load",
+    "Lookup",
+    "Marking",
+    "StagedLoad",
+    "StagedStore",
+    "Store",
+    "TierJob",
+    "Touch",
+    "Transfer",
+    "Verb",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A verb of a store, with its arguments: the namespace and the blocks first."""
+
+    name: str
+    arguments: tuple[Any, ...]
+
+    def made(self, store: BlockStore) -> Any:
+        """Its answer, from `store`."""
+        return getattr(store, self.name)(*self.arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy(Verb):
+    """Blocks copied from staging memory into slots, or the other way: `arguments` are pairs, into and from."""
+
+    def made(self, store: BlockStore) -> None:
+        del store
+        for into, source in self.arguments[0]:
+            np.copyto(into, source)
+
+
+FEW = 8
+"""Blocks of a call that a scheduler's thread can put into a message: some 5 µs each."""
+
+Calls = Generator[Verb, Any]
+"""Yields a call, and is sent its answer; one that fails ends the job."""
 
 
 class TierJob(Job):
-    """A call to `store` about blocks of `namespace`."""
+    """Calls to `store` about blocks of `namespace`."""
 
     def __init__(self, store: BlockStore, namespace: Namespace) -> None:
         super().__init__()
         self.store = store
         self.namespace = namespace
         self.given_up = False
+
+    @abstractmethod
+    def calls(self) -> Calls:
+        """What is to be called, one after the other, and what is made of the answers."""
+
+    def work(self) -> None:
+        calls = self.calls()
+        with contextlib.suppress(StopIteration):
+            call = next(calls)
+            while True:
+                call = calls.send(call.made(self.store))
+
+    def verb(self, name: str, blocks: Sequence[object], *more: object) -> Verb:
+        """A call about blocks of the job's namespace."""
+        return Verb(name, (self.namespace, blocks, *more))
 
 
 class Lookup(TierJob):
@@ -62,9 +125,10 @@ class Lookup(TierJob):
         super().__init__(store, namespace)
         self.keys = keys
         self.found: list[bool] = []
+        self.many = len(keys) > FEW
 
-    def work(self) -> None:
-        found = self.store.contains_many(self.namespace, self.keys)
+    def calls(self) -> Calls:
+        found = yield self.verb("contains_many", self.keys)
         _check_length(found, self.keys)
         self.found = found
 
@@ -76,9 +140,9 @@ class Touch(TierJob):
         super().__init__(store, namespace)
         self.uses = uses
 
-    def work(self) -> None:
+    def calls(self) -> Calls:
         keys = dict.fromkeys(chain.from_iterable(reversed(self.uses)))
-        self.store.touch_many(self.namespace, list(keys))
+        yield self.verb("touch_many", list(keys))
 
 
 class Marking(TierJob):
@@ -92,12 +156,12 @@ class Marking(TierJob):
         self.blocks = sum(len(keys) for _, keys in said)
         self.outcomes: list[MarkOutcome] = []
 
-    def work(self) -> None:
+    def calls(self) -> Calls:
         by_mark: dict[Mark, dict[BlockKey, None]] = {}
         for mark, keys in self.said:
             by_mark.setdefault(mark, {}).update(dict.fromkeys(keys))
         for mark, keys in by_mark.items():
-            self.outcomes += self.store.mark_many(self.namespace, list(keys), mark)
+            self.outcomes += yield self.verb("mark_many", list(keys), mark)
 
 
 class Transfer(TierJob):
@@ -115,6 +179,7 @@ class Transfer(TierJob):
         self.buffers: Sequence[Buffer] = ()
         self.sizes = [slot.view.nbytes for slot in slots]
         self.nbytes = sum(self.sizes)
+        self.many = len(slots) > FEW
 
     def withdraw(self) -> bool:
         """Of a job that has begun: True if it will not touch its slots from now on, and has not yet."""
@@ -129,12 +194,12 @@ class Load(Transfer):
     hangs = False
     """Its call is under way for longer than it may be."""
 
-    def work(self) -> None:
-        self.read([BlockRead(slot.key, slot.view.data) for slot in self.slots])
+    def calls(self) -> Calls:
+        yield from self.read([BlockRead(slot.key, slot.view.data) for slot in self.slots])
 
-    def read(self, blocks: Sequence[BlockRead]) -> None:
+    def read(self, blocks: Sequence[BlockRead]) -> Calls:
         """The call itself."""
-        outcomes = self.store.get_many_into(self.namespace, blocks)
+        outcomes = yield self.verb("get_many_into", blocks)
         _check_length(outcomes, blocks)
         self.outcomes = outcomes
 
@@ -146,17 +211,17 @@ class StagedLoad(Load):
         super().__init__(store, namespace, slots)
         self._landing = Once()
 
-    def work(self) -> None:
+    def calls(self) -> Calls:
         pairs = zip(self.keys, self.buffers, strict=True)
-        self.read([BlockRead(key, buffer.memory.data) for key, buffer in pairs])
+        yield from self.read([BlockRead(key, buffer.memory.data) for key, buffer in pairs])
         if self._landing():
-            self.copy()
+            yield self.copy()
 
-    def copy(self) -> None:
+    def copy(self) -> Copy:
         """Into the slots: of blocks that arrived, and of no others."""
-        for slot, buffer, outcome in zip(self.slots, self.buffers, self.outcomes, strict=True):
-            if outcome is GetOutcome.HIT:
-                np.copyto(slot.view, buffer.memory)
+        arrived = zip(self.slots, self.buffers, self.outcomes, strict=True)
+        hits = [(slot.view, buffer.memory) for slot, buffer, outcome in arrived if outcome is GetOutcome.HIT]
+        return Copy("copy_many", (hits,))
 
     def withdraw(self) -> bool:
         return self._landing()
@@ -173,22 +238,20 @@ class Store(Transfer):
         along = sum(other.nbytes for other in others if isinstance(other, Store))
         return self.nbytes + along + another.nbytes <= STORE_BATCH_BYTES
 
-    def work(self) -> None:
+    def calls(self) -> Calls:
         stores = [self, *(job for job in self.others if isinstance(job, Store))]
         slots = [slot for store in stores for slot in store.slots]
-        outcomes = iter(
-            self.write(
-                [BlockWrite(slot.key, slot.view.data, slot.position, slot.parent, slot.tenant) for slot in slots]
-            )
-        )
+        blocks = [BlockWrite(slot.key, slot.view.data, slot.position, slot.parent, slot.tenant) for slot in slots]
+        yield from self.write(blocks)
+        outcomes = iter(self.outcomes)
         for store in stores:
             store.outcomes = list(islice(outcomes, len(store.slots)))
 
-    def write(self, blocks: Sequence[BlockWrite]) -> Sequence[PutOutcome]:
+    def write(self, blocks: Sequence[BlockWrite]) -> Calls:
         """The call itself."""
-        outcomes = self.store.put_many(self.namespace, blocks)
+        outcomes = yield self.verb("put_many", blocks)
         _check_length(outcomes, blocks)
-        return outcomes
+        self.outcomes = outcomes
 
 
 class CopyOut(Transfer):
@@ -197,9 +260,9 @@ class CopyOut(Transfer):
     urgent = True
     blocks: Sequence[BlockWrite] = ()
 
-    def work(self) -> None:
-        for slot, buffer in zip(self.slots, self.buffers, strict=True):
-            np.copyto(buffer.memory, slot.view)
+    def calls(self) -> Calls:
+        pairs = zip(self.slots, self.buffers, strict=True)
+        yield Copy("copy_many", ([(buffer.memory, slot.view) for slot, buffer in pairs],))
         self.blocks = [
             BlockWrite(slot.key, buffer.memory.data, slot.position, slot.parent, slot.tenant)
             for slot, buffer in zip(self.slots, self.buffers, strict=True)
@@ -211,13 +274,13 @@ class StagedStore(Store):
 
     def __init__(self, copied: CopyOut) -> None:
         super().__init__(copied.store, copied.namespace, ())
-        self.keys, self.sizes, self.nbytes = copied.keys, copied.sizes, copied.nbytes
+        self.keys, self.sizes, self.nbytes, self.many = copied.keys, copied.sizes, copied.nbytes, copied.many
         self.marks = copied.marks
         self.buffers = copied.buffers
         self._blocks = copied.blocks
 
-    def work(self) -> None:
-        self.outcomes = self.write(self._blocks)
+    def calls(self) -> Calls:
+        yield from self.write(self._blocks)
 
 
 def _check_length(answers: Sequence[object], questions: Sequence[object]) -> None:

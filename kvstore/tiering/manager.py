@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvstore.background import Bell
 from kvstore.errors import ShutdownTimeout
 from kvstore.marks import Mark
 from kvstore.tiering.blocking import BlockingCalls
@@ -24,7 +25,6 @@ from kvstore.tiering.primary import PrimaryTier
 from kvstore.tiering.promises import Promises
 from kvstore.tiering.promotion import Promotions
 from kvstore.tiering.secondary import SecondaryTier
-from kvstore.tiering.transfer import Bell
 from kvstore.tiering.warm import warming_of
 from kvstore.types import NO_PARENT, NO_POSITION, LookupResult
 
@@ -96,6 +96,10 @@ class TieringManager(BlockingCalls):
     `archives` are URLs of prefixes that are restored into the first tier, in the background, from now on: what is wrong
     with one is logged and stands in `warming.errors`; see `kvstore.archive`.
 
+    `io_process`: each tier that is opened here gets a process of its own, which moves its bytes (`kvstore.apart`), so
+    that transfers and the scheduler's thread do not wait for each other's GIL. A `primary` that is given has to be
+    `shared`.
+
     Stores may occupy three quarters of the slots, and half of them for one tier, so that loads find room behind a tier
     that writes slowly.
 
@@ -117,19 +121,21 @@ class TieringManager(BlockingCalls):
         slot_timeout: float = 1.0,
         miss_age: float = 1.0,
         archives: Sequence[str | Mapping[str, Any] | TierURL] = (),
+        io_process: bool = False,
     ) -> None:
         if (primary is None) == (primary_slots is None):
             raise ValueError("a manager needs either primary_slots or a primary tier")
         if primary is not None and policy is not None:
             raise ValueError("a primary tier has its policy already: choose it there, or pass primary_slots instead")
         largest = max(layout.nbytes for layout in namespace.layouts)
-        primary = primary or PrimaryTier(primary_slots or 0, largest, policy=policy or DEFAULT_POLICY)
+        if primary is None:
+            primary = PrimaryTier(primary_slots or 0, largest, policy=policy or DEFAULT_POLICY, shared=io_process)
         if primary.slot_bytes < largest:
             raise ValueError(f"the primary tier has slots of {primary.slot_bytes} bytes, blocks have up to {largest}")
         self.namespace = namespace
         self.primary = primary
         begin_warming = warming_of(tiers, namespace, archives)
-        self._tiers = _opened(tiers, namespace, primary.slots * primary.slot_bytes // 2)
+        self._tiers = _opened(tiers, namespace, primary, io_process=io_process)
         self._bell = Bell()
         for tier in self._tiers:
             tier.ring(self._bell)
@@ -430,14 +436,19 @@ class TieringManager(BlockingCalls):
 def _opened(
     tiers: Sequence[str | Mapping[str, Any] | TierURL | BlockStore | SecondaryTier],
     namespace: Namespace,
-    backlog_bytes: int,
+    primary: PrimaryTier,
+    *,
+    io_process: bool,
 ) -> tuple[SecondaryTier, ...]:
     """All of them, or none: those that were opened are closed again when one cannot be."""
     opened: list[SecondaryTier] = []
     try:
         for tier in tiers:
             if not isinstance(tier, SecondaryTier):
-                tier = SecondaryTier(tier, namespace, backlog_bytes=backlog_bytes)
+                backlog = primary.slots * primary.slot_bytes // 2
+                tier = SecondaryTier(
+                    tier, namespace, backlog_bytes=backlog, io_process=io_process, memory=primary.memory.data
+                )
             opened.append(tier)
     except BaseException:
         for tier in opened:

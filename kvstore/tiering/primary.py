@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from kvstore.apart.memory import shared_memory
 from kvstore.tiering.policy import DEFAULT_POLICY, make_policy
 from kvstore.types import NO_PARENT, NO_POSITION
 
@@ -78,6 +79,8 @@ class PrimaryTier:
     asynchronous; `page_lock=False` leaves that out, `True` insists on it (`RuntimeError` where it cannot be had). It
     stays mapped as long as anything refers to a view of it.
 
+    `shared`: memory that another process can be given, as tiers with `io_process` want it; all of it is `memory`.
+
     `policy` chooses the block to evict: `lru`, `arc`, or a callable that makes one (see `kvstore.tiering.policy`).
 
     Raises `ValueError` for sizes below one, `ConfigurationError` for an unknown policy, `MemoryError` or `OSError` when
@@ -93,6 +96,7 @@ class PrimaryTier:
         *,
         policy: str | PolicyFactory = DEFAULT_POLICY,
         page_lock: bool | None = None,
+        shared: bool = False,
     ) -> None:
         if slots < 1 or slot_bytes < 1:
             raise ValueError(f"a primary tier of {slots} slots of {slot_bytes} bytes: both must be at least 1")
@@ -100,8 +104,8 @@ class PrimaryTier:
         self.slots = slots
         self.slot_bytes = slot_bytes
         self._stride = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._pool = page_aligned(slots * self._stride)
-        self.page_locked = _page_lock(self._pool, page_lock)
+        self.memory = page_aligned(slots * self._stride, shared=shared)
+        self.page_locked = _page_lock(self.memory, page_lock)
         self._free = list(range(slots - 1, -1, -1))
         self._by_key: dict[BlockKey, Slot] = {}
         self._evictable = 0
@@ -122,7 +126,7 @@ class PrimaryTier:
             return None
         index = self._free.pop()
         start = index * self._stride
-        slot = Slot(index, key, self._pool[start : start + nbytes])
+        slot = Slot(index, key, self.memory[start : start + nbytes])
         self._by_key[key] = slot
         return slot
 
@@ -198,8 +202,10 @@ class PrimaryTier:
         return True
 
 
-def page_aligned(nbytes: int) -> NDArray[np.uint8]:
-    """Private anonymous memory; the array (and every view of it) keeps it mapped."""
+def page_aligned(nbytes: int, *, shared: bool = False) -> NDArray[np.uint8]:
+    """Private anonymous memory, or such that can be shared; the array (and every view of it) keeps it mapped."""
+    if shared:
+        return shared_memory(nbytes)
     area = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages: only slower
         area.madvise(mmap.MADV_HUGEPAGE)

@@ -6,16 +6,17 @@ import time
 from typing import TYPE_CHECKING
 
 from kvstore.tiering.jobs import Lookup
-from kvstore.tiering.transfer import TransferPool
+from kvstore.tiering.pool_apart import pool_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvstore.abc import BlockStore
+    from kvstore.background import Bell
     from kvstore.namespace import Namespace
     from kvstore.tiering.breaker import Breaker
     from kvstore.tiering.counters import Counters
-    from kvstore.tiering.transfer import Bell
+    from kvstore.tiering.transfer import Jobs
     from kvstore.types import BlockKey
 
 __all__ = ["Questions"]
@@ -24,7 +25,7 @@ __all__ = ["Questions"]
 class Questions:
     """Asked on the manager's thread, answered in bounded time: who gets no answer within `timeout` seconds is told no.
 
-    The lookups have a thread of their own, so that they wait for no transfer.
+    The lookups have a thread of their own (or a place in the store's own process), so that they wait for no transfer.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Questions:
         self._timeout = timeout
         self._counters = counters
         self._breaker = breaker
-        self._thread: TransferPool[Lookup] = TransferPool(1, f"kvstore-{store.url.scheme}-lookup")
+        self._thread: Jobs[Lookup] = pool_for(store, 1, f"kvstore-{store.url.scheme}-lookup")
         self._noted: dict[BlockKey, None] = {}
         self._asking: Lookup | None = None
 

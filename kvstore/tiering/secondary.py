@@ -17,25 +17,30 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from kvstore.abc import BlockStore
+from kvstore.apart import StoreApart
 from kvstore.registry import open_store
 from kvstore.tiering.batches import STORE_BATCH_BYTES, batches
 from kvstore.tiering.breaker import PAUSE, Breaker, Probe
 from kvstore.tiering.counters import Counters, TierStats
 from kvstore.tiering.hints import Hints
 from kvstore.tiering.jobs import CopyOut, Load, StagedLoad, StagedStore, Store, TierJob, Transfer
+from kvstore.tiering.pool_apart import pool_for
 from kvstore.tiering.questions import Questions
 from kvstore.tiering.report import TierReport
 from kvstore.tiering.staging import Staging
-from kvstore.tiering.transfer import TransferPool, default_threads
+from kvstore.tiering.transfer import default_threads
 from kvstore.types import GetOutcome, PutOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
+    from typing_extensions import Buffer
+
+    from kvstore.background import Bell
     from kvstore.marks import Mark
     from kvstore.namespace import Namespace
     from kvstore.tiering.primary import Slot
-    from kvstore.tiering.transfer import Bell
+    from kvstore.tiering.transfer import Jobs
     from kvstore.types import BlockKey
     from kvstore.url import TierURL
 
@@ -55,6 +60,9 @@ LOAD_TIMEOUT = 10.0
 NETWORK_LOAD_TIMEOUT = 4.0
 """Seconds. A server that is silent for longer is likely to stay so, and a load that is given up costs no slot."""
 
+ABANDON_S = 1.0
+"""Seconds in which calls to a process that was ended have come back: they have only to be told."""
+
 
 class SecondaryTier:
     """One store, with its threads. `tier` is a URL, opened here and closed by `close`, or a store that stays yours.
@@ -66,10 +74,13 @@ class SecondaryTier:
       (default: `LOAD_TIMEOUT`, or `NETWORK_LOAD_TIMEOUT` where a call can hang on a network).
     - `staging_bytes`: memory for the calls of a store that can hang on a network (default: 256 MiB, or 8 blocks if that
       is more); a quarter of it is kept for loads. Others need none.
+    - `io_process`: the store is opened, and its bytes are moved, in a process of its own (`kvstore.apart`), so that the
+      GIL of this one is left to the scheduler; for a `StoreApart` that is so anyway. `memory` is then what every slot
+      lies in: it must be memory that can be shared.
     - `pause`: seconds for which a store that fails or hangs is left alone before it is tried again (see `breaker.py`).
 
-    Raises a `ConfigurationError` or a `StoreOpenError` when the URL cannot be opened, `ValueError` for staging of less
-    than two blocks, and nothing ever after.
+    Raises a `ConfigurationError` or a `StoreOpenError` when the URL cannot be opened, or the memory not be shared,
+    `ValueError` for staging of less than two blocks, and nothing ever after.
     Threads: one, the manager's, makes all calls; only the constructor and `close` wait.
     """
 
@@ -84,21 +95,23 @@ class SecondaryTier:
         load_timeout: float | None = None,
         staging_bytes: int | None = None,
         pause: float = PAUSE,
+        io_process: bool = False,
+        memory: Buffer | None = None,
     ) -> None:
         self._owned = not isinstance(tier, BlockStore)
-        self._store = tier if isinstance(tier, BlockStore) else open_store(tier)
+        self._store = tier if isinstance(tier, BlockStore) else _opened(tier, io_process=io_process)
         self.url = str(self._store.url)
         self._namespace = namespace
         self.backlog_bytes = backlog_bytes
         can_hang = self._store.capabilities.can_hang
         self._load_timeout = load_timeout or (NETWORK_LOAD_TIMEOUT if can_hang else LOAD_TIMEOUT)
-        self._staging = self._made_staging(staging_bytes)
+        self._staging = self._made_memory(staging_bytes, memory)
         self._counters = Counters(self.url)
         self._breaker = Breaker(self.url, pause)
         self._probe: Probe | None = None
         threads = threads or (NETWORK_THREADS if can_hang else default_threads())
         stores = threads if can_hang else LOCAL_STORES
-        self._transfers: TransferPool[TierJob] = TransferPool(threads, f"kvstore-{self._store.url.scheme}", stores)
+        self._transfers: Jobs[TierJob] = pool_for(self._store, threads, f"kvstore-{self._store.url.scheme}", stores)
         self._questions = Questions(self._store, namespace, lookup_timeout, self._counters, self._breaker)
         self._to_load: list[Slot] = []
         self._to_store: list[Slot] = []
@@ -107,11 +120,19 @@ class SecondaryTier:
         self._backlog = 0
         self._closed = False
 
-    def _made_staging(self, nbytes: int | None) -> Staging | None:
-        if not self._store.capabilities.can_hang:
-            return None
+    def _made_memory(self, nbytes: int | None, slots: Buffer | None) -> Staging | None:
+        """What calls can be lent: slots, or staging; the store's own process is given both."""
+        apart = self._store if isinstance(self._store, StoreApart) else None
         try:
-            staging = Staging(nbytes, max(layout.nbytes for layout in self._namespace.layouts))
+            if apart is not None and slots is not None:
+                apart.lend(slots)
+            if not self._store.capabilities.can_hang:
+                return None
+            staging = Staging(
+                nbytes, max(layout.nbytes for layout in self._namespace.layouts), shared=apart is not None
+            )
+            if apart is not None:
+                apart.lend(staging.memory.data)
         except BaseException:
             if self._owned:
                 self._store.close()
@@ -192,6 +213,7 @@ class SecondaryTier:
             self._probe = Probe(self._store, self._namespace)
             self._transfers.submit(self._probe)
         if self._breaker.refuses:
+            self._send()
             return
         self._questions.submit()
         load, store = (StagedLoad, CopyOut) if self._staging else (Load, Store)
@@ -206,6 +228,7 @@ class SecondaryTier:
         for job in self._staging.served() if self._staging else ():
             self._transfers.submit(job)
         self._hints.submit(self._transfers)
+        self._send()
 
     def poll(self, budget: float = float("inf")) -> TierReport:
         """Collect what ended, as far as that can be done in `budget` seconds, and give up what is overdue."""
@@ -219,6 +242,7 @@ class SecondaryTier:
         if self._breaker.refuses:  # nobody waits for this tier
             self._drop_waiting(report)
             report.answers += self._questions.refuse()
+        self._send()
         return report
 
     def stats(self) -> TierStats:
@@ -244,7 +268,7 @@ class SecondaryTier:
         """End the threads and close the store, if it was opened here; True if all of that ended in `timeout` seconds.
 
         `cancel` first; afterwards `poll` still reports transfers that end. A store in which a call hangs is left
-        open: closing it under that call could crash the process.
+        open: closing it under that call could crash the process. Where it has a process of its own, that is ended.
         """
         deadline = time.monotonic() + timeout
         ended = self._transfers.close(timeout)
@@ -254,9 +278,17 @@ class SecondaryTier:
             closer.start()
             closer.join(max(0.1, deadline - time.monotonic()))
             ended = not closer.is_alive()
+        if not ended and self._owned and isinstance(self._store, StoreApart):
+            log.warning("%s: a call did not return within %.1f s; its I/O process is ended", self.url, timeout)
+            return self._store.abandon() and self._transfers.close(ABANDON_S)
         if not ended:
             log.warning("%s: a call did not return within %.1f s; the store is left open", self.url, timeout)
         return ended
+
+    def _send(self) -> None:
+        """What goes to a process goes at once."""
+        if isinstance(self._store, StoreApart):
+            self._store.send()
 
     def _start(self, job: Transfer) -> None:
         self._live[job] = None
@@ -409,3 +441,7 @@ class SecondaryTier:
             self._store.close()
         except Exception:
             log.exception("%s: closing failed", self.url)
+
+
+def _opened(tier: str | Mapping[str, Any] | TierURL, *, io_process: bool) -> BlockStore:
+    return StoreApart(tier) if io_process else open_store(tier)

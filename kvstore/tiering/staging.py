@@ -43,10 +43,11 @@ class Buffer:
 class Staging:
     """`nbytes` of page-aligned memory in buffers of `buffer_bytes` each, the one that came back last lent first.
 
+    `shared`: memory that another process can be given; all of it is `memory`.
     Raises `ValueError` when `nbytes` are not enough for two buffers. Threads: the manager's makes all calls.
     """
 
-    def __init__(self, nbytes: int | None, buffer_bytes: int) -> None:
+    def __init__(self, nbytes: int | None, buffer_bytes: int, *, shared: bool = False) -> None:
         stride = -(-buffer_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if nbytes is None:
             nbytes = max(DEFAULT_BYTES, DEFAULT_BUFFERS * stride)
@@ -58,7 +59,7 @@ class Staging:
             )
         self.buffer_bytes = buffer_bytes
         self._stride = stride
-        self._pool = page_aligned(self.buffers * stride)
+        self.memory = page_aligned(self.buffers * stride, shared=shared)
         self._free = list(range(self.buffers - 1, -1, -1))
         self.waiting: list[Transfer] = []
 
@@ -100,4 +101,4 @@ class Staging:
 
     def _buffer(self, index: int, size: int) -> Buffer:
         start = index * self._stride
-        return Buffer(index, self._pool[start : start + size])
+        return Buffer(index, self.memory[start : start + size])

@@ -19,18 +19,17 @@ from collections import deque
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
+from kvstore.background import NICENESS, Bell
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Bell", "Job", "Once", "TransferPool", "default_threads"]
+__all__ = ["Job", "Jobs", "Once", "TransferPool", "default_threads"]
 
 J = TypeVar("J", bound="Job")
 
 MAX_THREADS = 16
 """What a fast local disk can use; the default is the number of CPUs, at least two, up to this."""
-
-NICENESS = 10
-"""Added to that of the process for transfer threads (Linux)."""
 
 
 def default_threads() -> int:
@@ -56,26 +55,6 @@ class Once:
         return not self._token
 
 
-class Bell:
-    """Rung whenever a job has ended: what somebody waits for who has nothing else to do.
-
-    One C lock, held while it is silent: who rings never waits, and rings that nobody waited for are one ring.
-    """
-
-    def __init__(self) -> None:
-        self._silent = threading.Lock()
-        self._silent.acquire()
-
-    def ring(self) -> None:
-        """Wake who waits, or who waits next."""
-        with contextlib.suppress(RuntimeError):  # rung already
-            self._silent.release()
-
-    def wait(self, timeout: float) -> None:
-        """Until it is rung, or was since the last call; at most `timeout` seconds. For one thread."""
-        self._silent.acquire(timeout=timeout)
-
-
 class Job(ABC):
     """One blocking call, and afterwards what became of it.
 
@@ -88,11 +67,13 @@ class Job(ABC):
 
     urgent: ClassVar[bool] = False
     others: Sequence[Job] = ()
+    many = True
+    """To begin it takes as long as it has blocks: nothing for a scheduler's thread."""
 
     def __init__(self) -> None:
         self.made = time.monotonic()
         self.begun = float("inf")
-        self.seconds = 0.0
+        self.seconds = self._began = 0.0
         self.error: BaseException | None = None
         self.claim = Once()
 
@@ -107,45 +88,44 @@ class Job(ABC):
 
     def run(self, others: Sequence[Job] = ()) -> None:
         """`work`, timed, for itself and `others`; whatever it raises is kept, not raised."""
-        self.others = others
-        self.begun = time.monotonic()
-        begin = time.perf_counter()
+        self.begin(others)
         try:
             self.work()
         except BaseException as error:  # a thread of the pool outlives whatever a backend throws
             self.error = error
-        self.seconds = time.perf_counter() - begin
-        for other in others:
+        self.end()
+
+    def begin(self, others: Sequence[Job]) -> None:
+        """Its call begins now, and does the work of `others`."""
+        self.others = others
+        self.begun = time.monotonic()
+        self._began = time.perf_counter()
+
+    def end(self) -> None:
+        """Its call has ended."""
+        self.seconds = time.perf_counter() - self._began
+        for other in self.others:
             other.begun, other.error = self.begun, self.error
 
 
-class TransferPool(Generic[J]):
-    """`threads` daemon threads that run jobs, urgent ones first, at most `threads - 1` of the others (but one) at once,
-    and no more than `patient`.
+class Jobs(ABC, Generic[J]):
+    """Jobs on their way: urgent ones first, at most `threads` at once, of the others at most `threads - 1` (but one)
+    and no more than `patient`. Where they run is the affair of who derives from this.
 
     Threads: one thread, the owner's, makes all calls; none of them waits, `close` excepted.
     """
 
-    def __init__(self, threads: int, name: str, patient: int | None = None) -> None:
+    def __init__(self, threads: int, patient: int | None = None) -> None:
         if threads < 1:
             raise ValueError(f"a transfer pool needs at least one thread, not {threads}")
         self.threads = threads
         self.bell = Bell()
         self.patient_threads = min(max(1, threads - 1), patient or threads)
-        self._taking = threading.Lock()  # between the pool's threads only
         self._urgent: deque[J] = deque()
         self._patient: deque[J] = deque()
         self._patient_running = 0
         self._done: deque[J] = deque()
         self._closing = False
-        # A token says "look at the queues". A queue of the C kind, and no lock that the owner shares: a thread that
-        # loses the GIL while it holds one would keep the owner waiting, and then in line behind every other thread.
-        self._tokens: SimpleQueue[None] = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True) for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
 
     def submit(self, job: J) -> None:
         """Queue a job. After `close` it is cancelled at once."""
@@ -153,7 +133,7 @@ class TransferPool(Generic[J]):
             job.claim()
             return
         (self._urgent if job.urgent else self._patient).append(job)
-        self._tokens.put(None)
+        self._awake()
 
     def collect(self) -> Iterator[J]:
         """Jobs that ended, in the order in which they did; who stops early gets the rest with the next call."""
@@ -165,14 +145,71 @@ class TransferPool(Generic[J]):
         return job.claim()
 
     def close(self, timeout: float) -> bool:
-        """Cancel what is queued and wait up to `timeout` seconds for the threads to end; True if all of them did.
+        """Cancel what is queued and wait up to `timeout` seconds for what runs to end; True if all of it did.
 
-        Jobs that ended meanwhile are still collected. A thread stuck in a backend stays behind, as a daemon.
+        Jobs that ended meanwhile are still collected. What hangs in a backend stays behind.
         """
-        deadline = time.monotonic() + timeout
         self._closing = True
         for job in (*self._urgent, *self._patient):
             job.claim()
+        return self._wait(timeout)
+
+    @abstractmethod
+    def _awake(self) -> None:
+        """A job was queued."""
+
+    @abstractmethod
+    def _wait(self, timeout: float) -> bool:
+        """For what runs to end, nothing new begins; False if it did not within `timeout` seconds."""
+
+    def _next(self) -> list[J]:
+        """The next job, claimed, with those behind it that it takes along; none where none may begin. By one thread at
+        a time, like `_ended`.
+        """
+        while self._urgent:
+            job = self._urgent.popleft()
+            if job.claim():
+                return [job]
+        while self._patient and self._patient_running < self.patient_threads:
+            job = self._patient.popleft()
+            if job.claim():
+                self._patient_running += 1
+                return [job, *self._companions(job)]
+        return []
+
+    def _companions(self, job: J) -> list[J]:
+        companions: list[J] = []
+        while self._patient and job.takes_along(companions, self._patient[0]):
+            another = self._patient.popleft()
+            if another.claim():
+                companions.append(another)
+        return companions
+
+    def _ended(self, job: J) -> None:
+        if not job.urgent:
+            self._patient_running -= 1
+
+
+class TransferPool(Jobs[J]):
+    """`threads` daemon threads that run jobs. One stuck in a backend stays behind."""
+
+    def __init__(self, threads: int, name: str, patient: int | None = None) -> None:
+        super().__init__(threads, patient)
+        self._taking = threading.Lock()  # between the pool's threads only
+        # A token says "look at the queues". A queue of the C kind, and no lock that the owner shares: a thread that
+        # loses the GIL while it holds one would keep the owner waiting, and then in line behind every other thread.
+        self._tokens: SimpleQueue[None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True) for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _awake(self) -> None:
+        self._tokens.put(None)
+
+    def _wait(self, timeout: float) -> bool:
+        deadline = time.monotonic() + timeout
         for _ in self._threads:
             self._tokens.put(None)
         for thread in self._threads:
@@ -186,36 +223,15 @@ class TransferPool(Generic[J]):
             while jobs := self._take():
                 jobs[0].run(jobs[1:])
                 self._done.extend(jobs)
-                self._ended(jobs[0])
+                if not jobs[0].urgent:
+                    with self._taking:
+                        self._ended(jobs[0])
                 self.bell.ring()
                 del jobs  # an idle thread keeps no buffer alive
 
     def _take(self) -> list[J]:
-        """The next job, claimed, with those behind it that it takes along; none where this thread has nothing to do."""
         with self._taking:
-            while self._urgent:
-                job = self._urgent.popleft()
-                if job.claim():
-                    return [job]
-            while self._patient and self._patient_running < self.patient_threads:
-                job = self._patient.popleft()
-                if job.claim():
-                    self._patient_running += 1
-                    return [job, *self._companions(job)]
-            return []
-
-    def _companions(self, job: J) -> list[J]:
-        companions: list[J] = []
-        while self._patient and job.takes_along(companions, self._patient[0]):
-            another = self._patient.popleft()
-            if another.claim():
-                companions.append(another)
-        return companions
-
-    def _ended(self, job: J) -> None:
-        if not job.urgent:
-            with self._taking:
-                self._patient_running -= 1
+            return self._next()
 
 
 def _yield_to_the_scheduler() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from kvstore.errors import InvalidOptionError, UnknownOptionError
+from kvstore.errors import ConfigurationError, InvalidOptionError, UnknownOptionError
 from kvstore.tiering import SecondaryTier
 from kvstore.tiering.secondary import LOAD_TIMEOUT, NETWORK_LOAD_TIMEOUT
 from kvstore.url import Option, TierURL, boolean, choice, parse_duration, parse_size
@@ -102,6 +102,9 @@ ARCHIVES: Option[tuple[TierURL, ...]] = Option(
 ALLOW_PINS: Option[bool] = Option(
     "allow_pins", boolean, True, "false: what requests say of pins is passed over; kvstore pin is the operator's"
 )
+IO_PROCESS: Option[bool] = Option(
+    "io_process", boolean, False, "true: a process of its own moves the bytes, beside the engine's and its GIL"
+)
 
 KNOWN: tuple[Option[Any], ...] = (
     URL,
@@ -116,6 +119,7 @@ KNOWN: tuple[Option[Any], ...] = (
     NAMESPACE,
     ARCHIVES,
     ALLOW_PINS,
+    IO_PROCESS,
 )
 """All of them; `type`, `module_path` and `backpressure` are vLLM's own."""
 
@@ -135,6 +139,7 @@ class TierOptions:
     namespace: str | None
     archives: tuple[TierURL, ...]
     allow_pins: bool
+    io_process: bool
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
@@ -148,8 +153,10 @@ class TierOptions:
         url: TierURL = values.pop("url")
         return cls(url=TierURL.parse(url, **values.pop("options")), **values)
 
-    def open(self, namespace: Namespace) -> SecondaryTier:
-        """Open the store and start its threads. Raises a `ConfigurationError` or a `StoreOpenError`."""
+    def open(self, namespace: Namespace, memory: memoryview) -> SecondaryTier:
+        """Open the store and start its threads, for slots in `memory`. Raises a `ConfigurationError` or a
+        `StoreOpenError`.
+        """
         try:
             return SecondaryTier(
                 self.url,
@@ -159,9 +166,11 @@ class TierOptions:
                 lookup_timeout=self.lookup_timeout,
                 load_timeout=self.load_timeout,
                 staging_bytes=self.staging,
+                io_process=self.io_process,
+                memory=memory,
             )
         except ValueError as error:
-            if isinstance(error, InvalidOptionError | UnknownOptionError):
+            if isinstance(error, ConfigurationError):
                 raise
             raise InvalidOptionError(f"{self.url}: {error}") from error
 

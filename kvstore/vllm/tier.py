@@ -107,7 +107,7 @@ class KVStoreTier(SecondaryTierManager):
         self.locality = None if chosen.locality is None else Locality(chosen.locality)
         rows, row_bytes = primary_kv_view.shape or (0, 0)
         self._namespace = _namespace(offloading_spec, row_bytes, chosen.namespace)
-        self._tier = chosen.open(self._namespace)
+        self._tier = chosen.open(self._namespace, primary_kv_view)
         self.url = self._tier.url
         warn_if_small(offloading_spec, rows, row_bytes)
         self._lookups = Lookups(self._tier.ask, rows, self._beyond_primary)

@@ -44,7 +44,7 @@ def test_closing_a_tier_with_calls_that_hang_on_a_network_is_bounded_and_lets_th
     manager.close(timeout=1.0)
     assert time.monotonic() - begin < 3.0
     assert manager.stats().primary.pinned == 0
-    pool = weakref.ref(manager.primary._pool)
+    pool = weakref.ref(manager.primary.memory)
     del manager
     gc.collect()
     assert hanging.waiting, "the calls are still there"
@@ -104,7 +104,7 @@ def test_closing_with_a_local_load_that_holds_memory_raises_in_time_and_the_memo
         manager.close(timeout=0.3)
     assert time.monotonic() - begin < 2.0
     manager.close()
-    pool = weakref.ref(manager.primary._pool)
+    pool = weakref.ref(manager.primary.memory)
     del manager
     gc.collect()
     assert pool() is not None, "the transfer may still write into it"

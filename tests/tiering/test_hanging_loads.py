@@ -85,7 +85,7 @@ def test_a_writer_that_is_late_touches_nothing_while_its_slots_hold_other_blocks
             time.sleep(0.01)
         assert all(np.array_equal(view, content(key)) for key, view in zip(others, views, strict=True))
         manager.complete_load(others)
-        pool = manager.primary._pool
+        pool = manager.primary.memory
         first, end = pool.ctypes.data, pool.ctypes.data + pool.nbytes
         assert not [address for address in late.wrote if first <= address < end]
 

@@ -11,8 +11,8 @@ import pytest
 from tiering_helpers import BLOCK, HIT, PATIENCE, PROMPT, content, engine_store, fill, intact, keys, managed, writes
 
 from kvstore import open_store
+from kvstore.background import Bell
 from kvstore.testing.faults import slow
-from kvstore.tiering.transfer import Bell
 
 if TYPE_CHECKING:
     from kvstore.testing.faults import FaultyStore, Hanging

@@ -1,0 +1,66 @@
+"""The contract of a backend, kept by a store in another process: the suite of `kvstore.testing`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvstore import registry
+from kvstore.apart import StoreApart
+from kvstore.testing import blocks, damage, facts, hooks, lifetime, marks, model, purge
+from kvstore.testing.blocks import BlockTests
+from kvstore.testing.damage import DamageTests
+from kvstore.testing.facts import FactTests
+from kvstore.testing.hooks import StoreHooks
+from kvstore.testing.lifetime import LifetimeTests
+from kvstore.testing.marks import MarkTests
+from kvstore.testing.model import ModelTests
+from kvstore.testing.purge import PurgeTests
+from kvstore.url import TierURL
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvstore import BlockStore
+    from kvstore.testing.clock import MovableClock
+
+MODULES = (blocks, damage, facts, hooks, lifetime, marks, model, purge)
+
+
+def open_apart(url: str | TierURL, **options: Any) -> BlockStore:
+    return StoreApart(TierURL.parse(url, **options))
+
+
+class Apart(StoreHooks):
+    """Each opening of a test's own is a process of its own. Bytes of their buffers are sent along."""
+
+    @pytest.fixture(autouse=True)
+    def apart(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for module in MODULES:
+            if getattr(module, "open_store", None) is registry.open_store:
+                monkeypatch.setattr(module, "open_store", open_apart)
+
+
+class TestBlocksApart(Apart, BlockTests):
+    """What is most of the contract, on one backend."""
+
+    @pytest.fixture
+    def url(self, tmp_path: Path) -> str:
+        return f"file://{tmp_path}/tier"
+
+
+@pytest.mark.soak
+class TestApart(Apart, BlockTests, FactTests, LifetimeTests, MarkTests, PurgeTests, ModelTests, DamageTests):
+    """All of it, on both, but what moves the clock: that is another one there."""
+
+    @pytest.fixture
+    def url(self, location: str) -> str:
+        return location
+
+    @pytest.fixture
+    def clock(self) -> MovableClock:
+        pytest.skip("its clock is another one")
+
+    def test_a_store_answers_as_a_dictionary_would(self, url: str) -> None:
+        model.run_against_a_dictionary(url, runs=5)
