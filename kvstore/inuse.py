@@ -22,7 +22,8 @@ class InUse:
     def __init__(self, what: object) -> None:
         self.what = what
         self._pid = os.getpid()
-        self._idle = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
         self._inside, self._ended = 0, False
 
     def __enter__(self) -> None:
@@ -32,13 +33,13 @@ class InUse:
                 f"{self.what} was opened by the process that this one was forked from: open it after the fork"
                 " (multiprocessing: use the spawn start method)"
             )
-        with self._idle:
+        with self._lock:
             if self._ended:
                 raise StoreClosedError(f"{self.what} was closed: open it again")
             self._inside += 1
 
     def __exit__(self, *_: object) -> None:
-        with self._idle:
+        with self._lock:
             self._inside -= 1
             if self._ended and not self._inside:
                 self._idle.notify_all()

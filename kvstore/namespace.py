@@ -80,6 +80,7 @@ class Namespace:
         identity = json.dumps(self.to_manifest(), sort_keys=True, separators=(",", ":"))
         digest = hashlib.sha256(b"kvstore-namespace-1:" + identity.encode("ascii")).digest()
         object.__setattr__(self, "_fingerprint", digest[:FINGERPRINT_BYTES])
+        object.__setattr__(self, "_name", self.fingerprint.hex())
 
     @property
     def fingerprint(self) -> bytes:
@@ -90,7 +91,8 @@ class Namespace:
     @property
     def name(self) -> str:
         """The fingerprint in hex: the namespace's name in every address."""
-        return self.fingerprint.hex()
+        name: str = self.__dict__["_name"]
+        return name
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)

@@ -100,7 +100,7 @@ class DigestWords:
     def index(self, digest: bytes) -> tuple[int, ...]:
         """The digest's place along the array's leading axes: its words, most significant byte first."""
         starts = range(1, self.digest_bytes, WORD_BYTES)
-        return tuple(int.from_bytes(digest[start : start + WORD_BYTES], "big") for start in starts)
+        return tuple([int.from_bytes(digest[start : start + WORD_BYTES], "big") for start in starts])
 
     def digest(self, folder: str, index: tuple[int, ...]) -> bytes:
         """The digest that `folder` and `index` name. Raises ValueError or OverflowError if there is none."""

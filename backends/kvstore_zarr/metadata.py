@@ -32,6 +32,7 @@ from kvstore.versions import FORMAT_VERSION, check_version
 from kvstore_zarr.format import BlockFrame, DigestWords
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from kvstore.layout import BlockLayout
@@ -80,6 +81,7 @@ class NamespaceTree:
         self._of_group = _dump(_group_document({}))
         self._of_arrays = tuple(_dump(self._array_document(layout)) for layout in namespace.layouts)
         self._groups = tuple(f"{namespace.name}/g{group}" for group in range(len(namespace.layouts)))
+        self._documents: dict[str, dict[str, bytes]] = {}
 
     def group_folder(self, group: int) -> str:
         """The folder of a KV-cache group's arrays."""
@@ -111,14 +113,17 @@ class NamespaceTree:
         except (ValueError, OverflowError):
             return None
 
-    def documents(self, key: BlockKey) -> dict[str, bytes]:
+    def documents(self, key: BlockKey) -> Mapping[str, bytes]:
         """The `zarr.json` of every folder from the namespace's down to `key`'s, outermost first: path to text."""
-        name, group = self.namespace.name, self._groups[key.group]
-        return {
-            f"{name}/{METADATA_NAME}": self._of_namespace,
-            f"{group}/{METADATA_NAME}": self._of_group,
-            f"{self.folder(key)}/{METADATA_NAME}": self._of_arrays[key.group],
-        }
+        folder = self.folder(key)
+        found = self._documents.get(folder)  # 256 of them for each group, in the path of every put
+        if found is None:
+            found = self._documents[folder] = {
+                f"{self.namespace.name}/{METADATA_NAME}": self._of_namespace,
+                f"{self._groups[key.group]}/{METADATA_NAME}": self._of_group,
+                f"{folder}/{METADATA_NAME}": self._of_arrays[key.group],
+            }
+        return found
 
     def all_documents(self, root: Path) -> dict[str, bytes]:
         """`documents`, of every folder that stands below `root`: path relative to it, to text."""

@@ -95,6 +95,8 @@ class ObjectClient(ABC):
         self.timeout = timeout
         self.attempt_timeout = timeout * SHARE_OF_AN_ATTEMPT
         self.requests = Requests()
+        self.quickest = 0.0
+        """Seconds that the quickest request has taken; 0 where none was answered yet."""
 
     def get(self, path: str, start: int = 0) -> Buffer | None:
         """The object's bytes from offset `start` on, None where there is none. The buffer is the caller's to keep."""
@@ -241,7 +243,12 @@ class ObjectClient(ABC):
             if verb is not None:
                 self.requests.add(verb)
             try:
-                return call()
+                sent = time.monotonic()
+                answer = call()
+                took = time.monotonic() - sent
+                if verb is not None and not 0 < self.quickest <= took:
+                    self.quickest = took
+                return answer
             except RequestFailed as failed:
                 fault = failed
             except Exception as error:  # clients raise what they like

@@ -57,10 +57,12 @@ class Documents:
         Those are for `write`, beside the blocks. Raises `RequestFailed`, and what `read` raises.
         """
         now = time.monotonic()
-        needed: dict[str, bytes] = {}
-        for key in keys:
-            needed |= tree.documents(key)
-        missing = {path: text for path, text in needed.items() if self._known.get(path, 0.0) <= now}
+        missing = {
+            path: text
+            for key in keys
+            for path, text in tree.documents(key).items()
+            if self._known.get(path, 0.0) <= now
+        }
         manifest = f"{tree.namespace.name}/{METADATA_NAME}"
         text = missing.pop(manifest, None)
         if text is not None:

@@ -1,9 +1,9 @@
 """Which blocks are there: by a listing where that is cheaper than to ask for each, with a memory of what was seen.
 
-Digests are evenly spread over the 256 folders of a group, so the first page of a listing tells how many pages there
-are: as many objects as stand in the folders that it has in full, times 256 by their number. As long as what is left of
-the listing costs less than asking for the keys that it has not reached, it goes on; then the rest is asked for one by
-one. What either costs is measured on the way: stores differ by a factor of ten.
+As long as what is left of the listing (`listing` estimates it) costs less than asking for the keys that it has not
+reached, it goes on; then the rest is asked for one by one. What either costs is measured on the way: stores differ by a
+factor of ten. A listing that takes long, or fails, is not waited for: the keys are asked for beside it, from the other
+end, and whatever becomes of it a look-up takes little longer than to ask for each.
 
 Only what was seen is remembered, for `ttl` seconds: a block that another process stores is found at once, one that it
 removes is believed in for that long, unless a load found it gone.
@@ -11,18 +11,21 @@ removes is believed in for that long, unless a load found it gone.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-from bisect import bisect_right
+from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from kvstore.objects.side import side_by_side
+from kvstore.objects.faults import RequestFailed
+from kvstore.objects.side import WIDTH, side_by_side
 from kvstore.retention import Retention, steady_s
 from kvstore_zarr.objects.ages import Ages
+from kvstore_zarr.objects.listing import PAGE, Beside, Estimate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from kvstore.objects.client import Listed, ObjectClient
     from kvstore.types import BlockKey
@@ -30,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Lookup"]
 
-PAGE = 1000
 PAGE_COST = 32
 """A page of a listing takes as long as asking for so many objects, 32 at a time, until this store has been measured
 (22 on loopback, 14 ms by 0.6 ms; 100 and more where a service lists slowly).
@@ -45,15 +47,26 @@ ANSWERS = 100_000
 """Blocks remembered, 250 bytes each."""
 ESTIMATE_TTL_S = 600.0
 """How long it is believed how many objects a group has."""
-FOLDERS = 256
+MANY, MANY_TTL_S = 1 << 20, 30.0
+"""Pages of a listing that was too late, or failed, and how long that is believed, if it does not end after all."""
+HEAD_START, HEAD_START_S = 0.3, 0.05
+"""So long a listing has the keys for itself: a share of what asking for all of them would take, but some seconds."""
 
 
 class Lookup:
     """What is known of one tier's blocks, and how to find out. Thread-safe."""
 
-    def __init__(self, client: ObjectClient, ttl: float, ages: Ages | None = None) -> None:
+    def __init__(
+        self,
+        client: ObjectClient,
+        ttl: float,
+        ages: Ages | None = None,
+        inside: AbstractContextManager[None] | None = None,
+    ) -> None:
+        """`inside` is entered around a listing that may last longer than the call that began it."""
         self._client = client
         self._ttl = ttl
+        self._inside = inside
         self._ages = ages or Ages(Retention())
         self._lock = threading.Lock()
         self._seen: dict[str, float] = {}  # path -> until when it is believed in; the oldest first
@@ -79,7 +92,8 @@ class Lookup:
 
     def believes(self, path: str) -> bool:
         """Whether the block was seen lately."""
-        return self._seen.get(path, 0.0) > steady_s()
+        until = self._seen.get(path)
+        return until is not None and until > steady_s()
 
     def present(self, tree: NamespaceTree, keys: Sequence[BlockKey]) -> list[bool]:
         """Whether each block is there, or was lately."""
@@ -95,27 +109,67 @@ class Lookup:
 
     def _look(self, folder: str, asked: list[str]) -> set[str]:
         """Those of the paths, which are sorted and all below `folder`, at which there is something."""
-        found: set[str] = set()
-        if self._is_worth_listing(folder, len(asked)):
-            estimate = _Estimate(folder)
+        wanted = deque(asked)
+        if not self._is_worth_listing(folder, len(asked)):
+            return self._ask(wanted)
+        listed: list[list[str]] = []
+        listing = Beside(lambda: self._list(folder, wanted, listed), self._inside)
+        listing.wait(self._head_start(len(asked)))
+        if not listing.is_over:
+            self._believe(folder, MANY, MANY_TTL_S)
+        found = self._ask(wanted)
+        return found.union(*listed)
+
+    def _list(self, folder: str, wanted: deque[str], listed: list[list[str]]) -> None:
+        """Take from the front of `wanted` what a listing reaches, as long as that is worth while: what is there is in
+        `listed` by then.
+        """
+        estimate = Estimate(folder)
+        try:
             for page in self._timed(self._client.list(folder)):
-                paths = [entry.path for entry in page if self._ages.alive(entry)]
-                self.remember(paths)
-                found.update(paths)
-                asked = asked[bisect_right(asked, page[-1].path) :]
-                if estimate.pages_left(page) * self._page_cost >= len(asked):
+                if wanted:  # one that comes late could tell of what has gone meanwhile
+                    listed.append([entry.path for entry in page if self._ages.alive(entry)])
+                    self.remember(listed[-1])
+                with suppress(IndexError):  # that was all, or somebody is asking for the last one
+                    while wanted[0] <= page[-1].path:
+                        wanted.popleft()
+                if estimate.pages_left(page) * self._page_cost >= len(wanted):
                     break
             else:
-                asked = []
-            with self._lock:
-                self._pages[folder] = (estimate.pages, steady_s() + ESTIMATE_TTL_S)
+                wanted.clear()
+        except RequestFailed:  # where nothing else can be asked for either, that is raised
+            self._believe(folder, MANY, MANY_TTL_S)
+        else:
+            self._believe(folder, estimate.pages, ESTIMATE_TTL_S)
+
+    def _ask(self, wanted: deque[str]) -> set[str]:
+        """Take from the end of `wanted`, asking for each, until nothing is left; what is there."""
+        answers: list[tuple[str, bool]] = []
+
+        def ask(_: int) -> None:
+            while wanted:
+                try:
+                    path = wanted.pop()
+                except IndexError:  # somebody else was quicker
+                    return
+                try:
+                    answers.append((path, self._is_there(path)))
+                except BaseException:
+                    wanted.clear()  # what has not begun does not begin
+                    raise
+
         began = time.monotonic()
-        answers = side_by_side(self._is_there, asked)
-        if len(asked) >= MEASURED_FROM:
-            self._ask_s = _steadied(self._ask_s, (time.monotonic() - began) / len(asked))
-        named = [path for path, there in zip(asked, answers, strict=True) if there]
+        side_by_side(ask, range(min(WIDTH, len(wanted))))
+        if len(answers) >= MEASURED_FROM:
+            self._ask_s = _steadied(self._ask_s, (time.monotonic() - began) / len(answers))
+        named = [path for path, there in answers if there]
         self.remember(named)
-        return found.union(named)
+        return set(named)
+
+    def _believe(self, folder: str, pages: int, ttl: float) -> None:
+        """The listing has so many pages."""
+        with self._lock:
+            self._pages[folder] = pages, steady_s() + ttl
 
     def _is_there(self, path: str) -> bool:
         if not self._ages:
@@ -137,6 +191,10 @@ class Lookup:
         least, most = PAGE_COSTS
         return min(max(self._page_s / self._ask_s, least), most)
 
+    def _head_start(self, keys: int) -> float:
+        """Seconds for which a listing has so many keys for itself."""
+        return max(HEAD_START_S, HEAD_START * keys * (self._ask_s or self._client.quickest / WIDTH))
+
     def _timed(self, pages: Iterator[Sequence[Listed]]) -> Iterator[Sequence[Listed]]:
         while True:
             began = time.monotonic()
@@ -151,34 +209,3 @@ class Lookup:
 def _steadied(known: float, measured: float) -> float:
     """Noise only ever adds: of two figures the smaller one is nearer to the truth, unless it is old."""
     return min(measured, known * RISE) if known else measured
-
-
-class _Estimate:
-    """How many pages the listing of a group has, from those that were read."""
-
-    def __init__(self, folder: str) -> None:
-        self._start = len(folder) + 1
-        self._counts: dict[str, int] = {}
-        self._read = 0
-        self.pages = 0
-
-    def pages_left(self, page: Sequence[Listed]) -> int:
-        """After one more page; 0 when the last folder was reached and nothing can follow."""
-        for entry in page:
-            name = entry.path[self._start : self._start + 3]
-            self._counts[name] = self._counts.get(name, 0) + 1
-        self._read += 1
-        last = page[-1].path[self._start : self._start + 3]
-        left = self._left(last)
-        self.pages = self._read + left
-        return left
-
-    def _left(self, last: str) -> int:
-        whole = sum(count for name, count in self._counts.items() if name != last)
-        seen = whole + self._counts[last]
-        try:
-            done = int(last[:2], 16) if last.endswith("/") else FOLDERS
-        except ValueError:
-            return 0 if last > "ff/" else FOLDERS  # somebody else's: where this ends is not known
-        objects = whole * FOLDERS / done if done else seen * FOLDERS
-        return math.ceil(max(0.0, objects - seen) / PAGE)

@@ -8,14 +8,12 @@ in one, checked like a file, and removed in one.
 from __future__ import annotations
 
 import itertools
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvstore.abc import REFUSE_S, BlockStore, Capabilities
-from kvstore.errors import InvalidOptionError, StoreOpenError, TierUnavailable
+from kvstore.errors import InvalidOptionError, StoreOpenError
 from kvstore.graveyard import Graveyard
-from kvstore.inuse import InUse
 from kvstore.layout import as_bytes
 from kvstore.objects.faults import RequestFailed
 from kvstore.objects.opening import opened
@@ -35,9 +33,10 @@ from kvstore_zarr.objects.purge import FOLDER, TombObjects, residues, seen_s
 from kvstore_zarr.objects.remains import drop, is_long_empty, retention_notes, stale, wanted_capacity
 from kvstore_zarr.objects.sweep import SweepCounts, Sweeper, rules_of
 from kvstore_zarr.objects.trees import Trees
+from kvstore_zarr.objects.use import AtWork
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from typing import TypeVar
 
     import numpy as np
@@ -85,7 +84,8 @@ class ObjectZarrStore(BlockStore):
         self._client, folders = opened(url, place)
         self._documents = Documents(url, self._client)
         self._ages = Ages(Retention.of(url))
-        self._lookup = Lookup(self._client, url.option(LOOKUP_TTL), self._ages)
+        self._at_work = AtWork(url)
+        self._lookup = Lookup(self._client, url.option(LOOKUP_TTL), self._ages, self._at_work)
         self._trees = Trees(url, self._client, self._documents)
         self._sealer: Sealer | None = None
         try:
@@ -117,7 +117,6 @@ class ObjectZarrStore(BlockStore):
             tombstones=not self._readonly and not self._client.keeps_copies,
             tombstones_seen_s=self._graves.seen_s,
         )
-        self._use = InUse(url)
         self._sweeper: Sweeper | None = None
         if (interval := url.option(SWEEP)) is not None and not self._readonly:
             self._sweeper = Sweeper(self, self._client, interval, rules_of(url, self._capacity))
@@ -139,11 +138,11 @@ class ObjectZarrStore(BlockStore):
         return self._client.requests.snapshot()
 
     def namespaces(self) -> list[Namespace]:
-        with self._at_work():
+        with self._at_work:
             return [tree.namespace for tree in self._trees.known()]
 
     def contains_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
-        with self._at_work():
+        with self._at_work:
             _check(namespace, keys)
             if namespace.name in self._trees.aside:
                 return [False] * len(keys)
@@ -154,29 +153,29 @@ class ObjectZarrStore(BlockStore):
             return [key not in refused and next(answers) for key in keys]
 
     def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
-        with self._at_work():
-            checked = [(block, namespace.check_write(block)) for block in blocks]
+        with self._at_work:
+            first: dict[BlockKey, tuple[BlockWrite, NDArray[np.uint8]]] = {}
+            for block in blocks:
+                data = namespace.check_write(block)
+                first.setdefault(block.key, (block, data))
             if self._readonly or namespace.name in self._trees.aside:
                 return [PutOutcome.FAILED] * len(blocks)
             tree = self._trees.of(namespace)
-            first: dict[BlockKey, tuple[BlockWrite, NDArray[np.uint8]]] = {}
-            for block, data in checked:
-                first.setdefault(block.key, (block, data))
-            purged = {key: first.pop(key) for key in self._refused(tree, list(first))}
-            documents, refused = self._prepare(tree, list(first))
+            outcomes = dict.fromkeys(self._refused(tree, first), PutOutcome.REFUSED)
+            wanted = {key: one for key, one in first.items() if key not in outcomes}
+            documents, refused = self._prepare(tree, wanted)
             if refused is not None:
                 return [refused] * len(blocks)
-            tenants = {block.tenant for block, _ in first.values()}
-            data_keys = None if self._sealer is None else self._sealer.writing(tenants)
+            data_keys = None
+            if self._sealer is not None:
+                data_keys = self._sealer.writing({block.tenant for block, _ in wanted.values()})
             # Beside the blocks, not before them: kvstore finds a block without the documents of its folder.
             work = [
                 *(partial(self._one.write_document, path, text) for path, text in documents.items()),
-                *(partial(self._one.put, tree, data_keys, *one) for one in first.values()),
+                *(partial(self._one.put, tree, data_keys, *one) for one in wanted.values()),
             ]
             results = side_by_side(lambda put: put(), work, TRANSFERS)
-            outcomes = dict(zip(first, results[len(documents) :], strict=True))
-            outcomes |= dict.fromkeys(purged, PutOutcome.REFUSED)
-            first |= purged
+            outcomes.update(zip(wanted, results[len(documents) :], strict=True))
         return [
             PutOutcome.EXISTS
             if first[block.key][0] is not block and outcomes[block.key].present
@@ -185,7 +184,7 @@ class ObjectZarrStore(BlockStore):
         ]
 
     def get_many_into(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
-        with self._at_work():
+        with self._at_work:
             checked = [(block.key, namespace.check_buffer(block.key, block.into, writable=True)) for block in blocks]
             if namespace.name in self._trees.aside:
                 return [GetOutcome.MISS] * len(blocks)
@@ -202,7 +201,7 @@ class ObjectZarrStore(BlockStore):
         """Tombstones are looked at after the blocks were written: whoever purged one meanwhile had buried it before,
         so what was written behind a removal is found, and goes again.
         """
-        with self._at_work():
+        with self._at_work:
             checked = [(block, namespace.check_write(block)) for block in blocks]
             if self._readonly or self._sealer is None or namespace.name in self._trees.aside:
                 return [ResealOutcome.KEPT] * len(blocks)
@@ -223,7 +222,7 @@ class ObjectZarrStore(BlockStore):
             return side_by_side(lambda key: self._one.is_of_later_version(tree.block(key)), keys, TRANSFERS)
 
     def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
-        with self._at_work():
+        with self._at_work:
             _check(namespace, keys)
             if self._readonly or namespace.name in self._trees.aside:
                 return [False] * len(keys)
@@ -236,7 +235,7 @@ class ObjectZarrStore(BlockStore):
     ) -> list[bool]:
         """The tombstones first, so that who learns of them in time stores nothing behind the removal."""
         until = refused_until(refuse_s)
-        with self._at_work():
+        with self._at_work:
             _check(namespace, keys)
             if self._readonly or namespace.name in self._trees.aside:
                 return [False] * len(keys)
@@ -255,10 +254,10 @@ class ObjectZarrStore(BlockStore):
         self, *, overwrite: bool = True, advance: Callable[[int], object] = lambda _: None
     ) -> list[Residue]:
         del overwrite, advance
-        with self._at_work():
+        with self._at_work:
             return [] if self._readonly else residues(self._client)
 
-    def _refused(self, tree: NamespaceTree, keys: Sequence[BlockKey], *, looking: bool = True) -> set[BlockKey]:
+    def _refused(self, tree: NamespaceTree, keys: Iterable[BlockKey], *, looking: bool = True) -> set[BlockKey]:
         """Those of the blocks that were purged a short while ago, as far as is known here."""
         if not self._may_be_purged or not self._graves.knows_any(looking=looking):
             return set()
@@ -266,7 +265,7 @@ class ObjectZarrStore(BlockStore):
         return {paths[path] for path in self._graves.known(paths)}
 
     def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
-        with self._at_work():
+        with self._at_work:
             pages = () if namespace.name in self._trees.aside else self._client.list(namespace.name)
         tree = self._trees.of(namespace)
         entries = ((entry, key) for page in pages for entry in page if (key := tree.key_at(entry.path)) is not None)
@@ -274,14 +273,14 @@ class ObjectZarrStore(BlockStore):
 
     def scan_ages(self, namespace: Namespace) -> Iterator[BlockInfo]:
         """From the listing alone: times are when an object was written, or this process used it."""
-        with self._at_work():
+        with self._at_work:
             pages = iter(()) if namespace.name in self._trees.aside else self._client.list(namespace.name)
         return self._listed_ages(self._trees.of(namespace), pages)
 
     def _listed_ages(self, tree: NamespaceTree, pages: Iterator[Sequence[Listed]]) -> Iterator[BlockInfo]:
         undated: list[tuple[Listed, BlockKey]] = []
         while True:
-            with self._at_work():
+            with self._at_work:
                 page = next(pages, None)
             if page is None:
                 break
@@ -295,7 +294,7 @@ class ObjectZarrStore(BlockStore):
 
     def remove_unused(self, namespace: Namespace, infos: Sequence[BlockInfo]) -> list[bool]:
         """Nobody knows who used a block meanwhile, nor whether it is another that was stored anew."""
-        with self._at_work():
+        with self._at_work:
             _check(namespace, [info.key for info in infos])
             if self._readonly or namespace.name in self._trees.aside:
                 return [False] * len(infos)
@@ -304,7 +303,7 @@ class ObjectZarrStore(BlockStore):
         return [True] * len(infos)
 
     def drop_namespace(self, namespace: Namespace, *, only_if_empty: bool = False) -> int:
-        with self._at_work():
+        with self._at_work:
             if self._readonly or namespace.name in self._trees.aside:
                 return 0
             tree = self._trees.of(namespace)
@@ -316,7 +315,7 @@ class ObjectZarrStore(BlockStore):
         return dropped
 
     def leftovers(self, *, remove: bool = False) -> list[Leftover]:
-        with self._at_work():
+        with self._at_work:
             found = stale(self._client)
             if remove and not self._readonly:
                 self._remove([entry.path for entry in found])
@@ -333,13 +332,13 @@ class ObjectZarrStore(BlockStore):
         self._client.delete_many(paths)
 
     def touch_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
-        with self._at_work():
+        with self._at_work:
             _check(namespace, keys)
             tree = self._trees.of(namespace)
             self._ages.touched(tree.block(key) for key in keys)
 
     def usage(self) -> Usage:
-        with self._at_work():
+        with self._at_work:
             blocks = used = overhead = 0
             for tree in self._trees.known():
                 for entry in itertools.chain.from_iterable(self._client.list(tree.namespace.name)):
@@ -360,7 +359,7 @@ class ObjectZarrStore(BlockStore):
             facts = frame.facts(closing) if closing.nbytes == frame.closing else None
             return None if facts is None else facts.key_id or None
 
-        with self._at_work():
+        with self._at_work:
             _check(namespace, keys)
             tree = self._trees.of(namespace)
             return side_by_side(key_id, keys, TRANSFERS)
@@ -370,32 +369,23 @@ class ObjectZarrStore(BlockStore):
         from kvstore_zarr.stock import block_array
 
         def read(path: str) -> Buffer | None:
-            with self._at_work():
+            with self._at_work:
                 return self._client.get(path)
 
         _check(namespace, [key])
         return block_array(self._trees.of(namespace), key, read, str(self.url))
 
-    @contextmanager
-    def _at_work(self) -> Generator[None]:
-        """Around each verb: the store is open, and what a request says of the whole store says of which one."""
-        with self._use:
-            try:
-                yield
-            except RequestFailed as failed:
-                raise TierUnavailable(f"{self.url}: {failed}") from failed
-
     def close(self) -> None:
         if self._sweeper is not None:
             self._sweeper.stop()
-        if self._use.end():
+        if self._at_work.end():
             self._client.close()
             if self._sealer is not None:
                 self._sealer.close()
 
     # One block
 
-    def _prepare(self, tree: NamespaceTree, keys: Sequence[BlockKey]) -> tuple[dict[str, bytes], PutOutcome | None]:
+    def _prepare(self, tree: NamespaceTree, keys: Iterable[BlockKey]) -> tuple[dict[str, bytes], PutOutcome | None]:
         """The documents that want to be written beside the blocks; or what becomes of the blocks without a manifest."""
         try:
             return self._documents.prepare(tree, keys), None
@@ -415,7 +405,7 @@ class ObjectZarrStore(BlockStore):
             return None if data is None else info_of(tree, entry, key, data)
 
         while True:
-            with self._at_work():
+            with self._at_work:
                 batch = list(itertools.islice(entries, HEADS_AT_ONCE))
                 infos = side_by_side(read, batch)
             if not batch:
