@@ -216,7 +216,7 @@ class ObjectZarrStore(BlockStore):
         ]
 
     def of_later_version(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
-        with self._at_work():
+        with self._at_work:
             _check(namespace, keys)
             tree = self._trees.of(namespace)
             return side_by_side(lambda key: self._one.is_of_later_version(tree.block(key)), keys, TRANSFERS)
