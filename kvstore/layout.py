@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-__all__ = ["CANONICAL_AXES", "DTYPES", "LATENT_AXES", "BlockLayout", "as_bytes"]
+__all__ = ["CANONICAL_AXES", "DTYPES", "LATENT_AXES", "MAX_BLOCK_BYTES", "BlockLayout", "as_bytes"]
 
 CANONICAL_AXES = ("layer", "kv", "token", "head", "dim")
 LATENT_AXES = ("layer", "token", "latent")
@@ -51,12 +51,16 @@ The names are those of torch, `ml_dtypes` and zarr (`float8_e4m3fn` as tensorsto
 extensions does not list it).
 """
 
+MAX_BLOCK_BYTES = 1 << 40
+"""No block is as large as this, a thousand times the largest known: a manifest that says so is damaged."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
     """One KV-cache group's block: C order over `axes`, `shape` elements of `dtype`.
 
-    Raises `ValueError` for a dtype that is not in `DTYPES` or axes that do not match the shape.
+    Raises `ValueError` for a dtype that is not in `DTYPES`, axes that do not match the shape, or more bytes than
+    `MAX_BLOCK_BYTES`.
     """
 
     dtype: str
@@ -73,6 +77,8 @@ class BlockLayout:
             raise ValueError(f"axes {self.axes} do not name each dimension of shape {self.shape} once")
         if not self.shape or min(self.shape) < 1:
             raise ValueError(f"block shape {self.shape} has an empty dimension")
+        if self.nbytes > MAX_BLOCK_BYTES:
+            raise ValueError(f"a block of shape {self.shape} and {self.dtype} is larger than {MAX_BLOCK_BYTES} bytes")
 
     @classmethod
     def canonical(cls, *, layers: int, tokens: int, heads: int, head_dim: int, dtype: str) -> BlockLayout:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.errors import StoreDamagedError
+from kvstore.files import write_all
 from kvstore.lmdb_files import PAGE, free_pages
 from kvstore.lmdb_pages import PageError
 
@@ -94,7 +95,7 @@ def _step(environment: Environment, fd: int, wiped: Wiped, zeros: memoryview, fr
         usable = np.concatenate([behind, *(pages for freed, pages in listed if freed < oldest)])
         chosen = np.sort(wiped.fresh(usable))[: AT_ONCE // PAGE]
         for first, count in _runs(chosen):
-            _write(fd, zeros[: count * PAGE], first * PAGE)
+            write_all(fd, zeros[: count * PAGE], first * PAGE)
     wiped.overwrote(chosen)
     return chosen.size * PAGE
 
@@ -106,9 +107,3 @@ def _runs(pages: Numbers) -> Iterator[tuple[int, int]]:
     starts = np.flatnonzero(np.diff(pages) != 1) + 1
     for run in np.split(pages, starts):
         yield int(run[0]), run.size
-
-
-def _write(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        done = os.pwrite(fd, data, offset)
-        data, offset = data[done:], offset + done

@@ -21,9 +21,9 @@ from kvstore.errors import (
     StoreNotFoundError,
     TierUnavailable,
 )
+from kvstore.files import permit
 from kvstore.lmdb_errors import explained
 from kvstore.lmdb_files import PAGE, damage
-from kvstore.presence import permit
 from kvstore.turns import Turns
 
 if TYPE_CHECKING:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from kvstore.errors import StoreAccessError, StoreFullError, StoreOpenError, TierUnavailable
+from kvstore.files import permit, replace_file, sync_folder, write_all
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -41,8 +42,6 @@ __all__ = [
     "explained",
     "is_presence_file",
     "mode_of",
-    "permit",
-    "sync_folder",
 ]
 
 GATE_TIMEOUT_S = 60.0
@@ -97,15 +96,6 @@ def explained(directory: Path) -> Generator[None]:
         remedy = "make room" if full else _REMEDIES.get(error.errno or 0, "look at its device and mount")
         named = "" if error.filename is None else f" ({os.fsdecode(error.filename)})"
         raise kind(f"{directory} cannot be used as a tier: {error.strerror}{named}: {remedy}") from error
-
-
-def permit(file: int | str | Path, mode: int) -> None:
-    """Give a file (a descriptor or a path) exactly `mode`, if it is ours: the umask has narrowed what it was made with,
-    and of others' files it is for them to say.
-    """
-    status = os.stat(file)  # noqa: PTH116 - a descriptor or a path
-    if status.st_uid == os.geteuid() and status.st_mode & 0o777 != mode:
-        os.chmod(file, mode)  # noqa: PTH101
 
 
 def mode_of(path: Path) -> int:
@@ -230,26 +220,17 @@ class Presence:
         On a full disk the line is overwritten in place: less than a sector, and if it is torn it reads as `SUSPECT`.
         """
         more = _boot_id() if state is State.DIRTY else self._sealed if state is State.CLEAN else ""
-        line = f"{state.value} {more}".rstrip()
+        text = f"{state.value} {more}".rstrip().ljust(_LINE_BYTES - 1).encode("ascii") + b"\n"
         path, temporary = self.directory / "state", self.directory / f"{_NEW}state"
         try:
-            self._write(temporary, line, os.O_CREAT | os.O_TRUNC)
-            temporary.rename(path)
+            replace_file(path, text, draft=temporary, mode=self._mode)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not path.exists():
                 raise
-            temporary.unlink(missing_ok=True)
-            self._write(path, line, 0)
-        sync_folder(self.directory)
-
-    def _write(self, path: Path, line: str, flags: int) -> None:
-        descriptor = os.open(path, os.O_WRONLY | flags | os.O_CLOEXEC, self._mode)
-        try:
-            permit(descriptor, self._mode)
-            os.write(descriptor, line.ljust(_LINE_BYTES - 1).encode("ascii") + b"\n")
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            with path.open("r+b", buffering=0) as file:
+                write_all(file.fileno(), text)
+                os.fsync(file.fileno())
+            sync_folder(self.directory)
 
     def dead(self) -> Generator[bytes]:
         """The lease of each user who died; locked while the caller reclaims what it left, then removed.
@@ -373,15 +354,6 @@ def _likeness(path: Path) -> str:
 
 def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-
-
-def sync_folder(folder: Path | str) -> None:
-    """Bring the names in a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 _all: WeakSet[Presence] = WeakSet()

@@ -23,8 +23,8 @@ from weakref import WeakSet, ref
 import lmdb
 
 from kvstore.errors import KVStoreError, StoreClosedError
+from kvstore.files import permit, write_all
 from kvstore.namespace import FINGERPRINT_BYTES
-from kvstore.presence import permit
 from kvstore.reading import ThreadMemory
 from kvstore.types import BlockRead, GetOutcome
 from kvstore.url import READONLY, Option, parse_size
@@ -236,7 +236,8 @@ class Scrubber:
         self._done, self._saved = done, time.monotonic()
         if self._descriptor is not None:
             text = json.dumps(asdict(done)).encode("ascii")
-            os.ftruncate(self._descriptor, os.pwrite(self._descriptor, text, 0))
+            write_all(self._descriptor, text)
+            os.ftruncate(self._descriptor, len(text))
 
     def let_go(self, *, save: bool) -> None:
         """Let somebody else scrub. `save`: who was forked has nothing to say."""

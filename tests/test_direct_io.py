@@ -121,7 +121,8 @@ def test_where_direct_is_refused_auto_falls_back_and_says_why(refusing_folder: P
 
 def test_where_direct_is_refused_asking_for_it_is_an_error(refusing_folder: Path) -> None:
     with pytest.raises(StoreAccessError, match=r"io=direct is not possible.*io=auto"):
-        open_store(f"file://{refusing_folder}/tier", io="direct")
+        open_store(f"file://{refusing_folder}/deep/tier", io="direct")
+    assert not list(refusing_folder.iterdir())  # nothing was changed
 
 
 def test_direct_blocks_stay_out_of_the_page_cache(direct_folder: Path) -> None:
@@ -173,7 +174,7 @@ with kvstore.open_store("file://{direct_folder}/tier", io="direct") as store:
 
 @pytest.mark.parametrize("nbytes", [1, PAGE, PART_BYTES, PART_BYTES + 1, 2 * PART_BYTES + 5, 32 * MIB])
 def test_parts_are_whole_pages_and_none_is_small(nbytes: int) -> None:
-    parts = NamespaceTree(space_of(nbytes)).frames[0].parts
+    parts = list(NamespaceTree(space_of(nbytes)).frames[0].parts)
     assert [start for start, _ in parts] == [0, *(end for _, end in parts[:-1])]
     assert parts[-1][1] == nbytes
     assert all(start % PAGE == 0 and end - start <= PART_BYTES for start, end in parts)

@@ -108,6 +108,8 @@ def test_a_buffer_of_another_size_is_no_block() -> None:
         ("float16", (), (), "empty"),
         ("float16", ("x", "y"), (4, 0), "empty"),
         ("float16", ("x",), (-1,), "empty"),
+        ("float16", ("x", "y"), (2**20, 2**19 + 1), "larger than"),
+        ("uint8", ("x",), (2**4000,), "larger than"),
     ],
 )
 def test_a_layout_that_makes_no_sense_is_refused(
@@ -119,7 +121,7 @@ def test_a_layout_that_makes_no_sense_is_refused(
 
 @given(
     st.sampled_from(sorted(DTYPES)),
-    st.lists(st.integers(1, 2**40), min_size=1, max_size=6),
+    st.lists(st.integers(1, 64), min_size=1, max_size=6),
 )
 def test_a_layout_survives_its_manifest(dtype: str, shape: list[int]) -> None:
     layout = BlockLayout(dtype, tuple(f"axis{i}" for i in range(len(shape))), tuple(shape))

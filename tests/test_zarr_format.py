@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -264,3 +265,13 @@ def test_a_bfloat16_block_is_read_back_as_it_was(tmp_path: Path) -> None:
 def test_a_file_that_becomes_shorter_while_it_is_looked_at_is_nobodys(left: int) -> None:
     """Who removes a block truncates its file, between the question how long it is and the reading."""
     assert not is_left_alone(8192, lambda _, length: bytes(length)[:left])
+
+
+def test_a_frame_takes_the_same_memory_for_blocks_of_any_size() -> None:
+    tracemalloc.start()
+    try:
+        frame = BlockFrame(1 << 40)
+        assert next(iter(frame.parts)) == (0, 4 << 20)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 10
+    finally:
+        tracemalloc.stop()

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.errors import StoreAccessError
-from kvstore.files import open_file, open_unchecked
+from kvstore.files import open_file, open_unchecked, permit
 from kvstore.integrity import address_in_memory, crc32c
-from kvstore.presence import permit
 from kvstore_zarr.format import PAGE, PART_BYTES
 
 if TYPE_CHECKING:

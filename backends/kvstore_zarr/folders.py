@@ -14,8 +14,7 @@ import os
 import struct
 from typing import TYPE_CHECKING
 
-from kvstore.files import make_folder
-from kvstore.presence import permit, sync_folder
+from kvstore.files import make_folder, replace_file, sync_folder
 from kvstore_zarr.format import PAGE
 from kvstore_zarr.metadata import METADATA_NAME
 
@@ -108,15 +107,7 @@ class Folders:
                 self._write(document, text, draft)
 
     def _write(self, document: str, text: bytes, draft: str) -> None:
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, self._mode)
-        try:
-            permit(fd, self._mode)
-            os.write(fd, text)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.rename(draft, document)
-        sync_folder(os.path.dirname(document))
+        replace_file(document, text, draft=draft, mode=self._mode)
         self._documents[text] = document
 
     def _is_linked(self, text: bytes, document: str) -> bool:

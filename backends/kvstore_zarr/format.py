@@ -30,7 +30,7 @@ from kvstore.types import BlockKey
 from kvstore.versions import FORMAT_VERSION, MUST_KNOW, is_foreign
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import numpy as np
     from numpy.typing import NDArray
@@ -115,8 +115,7 @@ class BlockFrame:
 
     `sealed`: the payloads are sealed blocks, and `payload_bytes` is how long those are. `file_bytes` is the size of the
     file, `whole` the part of the payload that is whole pages, `rest` the bytes after it that stand at the start of the
-    closing, `closing` the size of the closing: whole pages, `whole + closing == file_bytes`. `parts` is where the
-    pieces of the payload begin and end that are moved and checked in turns.
+    closing, `closing` the size of the closing: whole pages, `whole + closing == file_bytes`.
     """
 
     def __init__(self, payload_bytes: int, *, sealed: bool = False) -> None:
@@ -127,13 +126,18 @@ class BlockFrame:
         self.whole = payload_bytes // PAGE * PAGE
         self.rest = payload_bytes - self.whole
         self.closing = self.file_bytes - self.whole
-        step = math.ceil(payload_bytes / math.ceil(payload_bytes / PART_BYTES) / PAGE) * PAGE  # equal ones
-        self.parts = tuple((start, min(start + step, payload_bytes)) for start in range(0, payload_bytes, step))
+        self._step = math.ceil(payload_bytes / math.ceil(payload_bytes / PART_BYTES) / PAGE) * PAGE  # equal parts
         entry = _INDEX.pack(0, payload_bytes + _CRC.size)
         self._index = entry + _CRC.pack(crc32c(entry))
         self._tail_at = self.rest + _CRC.size
         self._tail_end = self._tail_at + _TAIL.size + key_id_bytes
         self._tail_crc_at = self.closing - _INDEX_BYTES - _CRC.size
+
+    @property
+    def parts(self) -> Iterator[tuple[int, int]]:
+        """Where the pieces of the payload begin and end that are moved and checked in turns."""
+        for start in range(0, self.payload_bytes, self._step):
+            yield start, min(start + self._step, self.payload_bytes)
 
     def seal(
         self, closing: NDArray[np.uint8], payload: NDArray[np.uint8], facts: BlockFacts, crc: int | None = None

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvstore.errors import TierUnavailable
-from kvstore.presence import permit
+from kvstore.files import permit
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable

@@ -128,10 +128,14 @@ def _check_location(root: Path, url: TierURL) -> Sealer | None:
             has = "blocks but no catalogue: open it once without readonly=true" if names else "nothing"
             raise StoreNotFoundError(f"{root} holds {has}, and a read-only opening creates none")
     trees = namespaces_in(root)[0] if names else []  # a later format is an error before anything is touched
-    if capacity is not None and capacity.bytes is not None and capacity.bytes < LEAST_CAPACITY:
+    there = next(path for path in (root / DRAFTS, root, *root.parents) if path.is_dir())
+    wanted = LEAST_CAPACITY if capacity is None else capacity.resolve(there)
+    if wanted < LEAST_CAPACITY:
         raise StoreFullError(
-            f"{root}: capacity={capacity.bytes} is too small for even an empty tier: give at least {LEAST_CAPACITY}"
+            f"{root}: capacity={wanted} is too small for even an empty tier: give at least {LEAST_CAPACITY}"
         )
+    if url.option(IO) == "direct" and not readonly:
+        BlockDevice.choose("direct", there, sample=root / CATALOGUE / "data.mdb", readonly=False)
     try:
         return open_sealer(url, {tree.seal for tree in trees})
     except StoreSealedError:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.catalog import Entry, address_of
-from kvstore.presence import sync_folder
+from kvstore.files import sync_folder
 from kvstore.retention import now_ns
 from kvstore.types import BlockWrite, PutOutcome
 from kvstore_zarr import eviction, steps

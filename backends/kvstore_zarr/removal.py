@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import lmdb
 
-from kvstore.files import NotAFileError, open_file
+from kvstore.files import NotAFileError, fill_with_zeros, open_file
 from kvstore_zarr.folders import occupied
 from kvstore_zarr.metadata import METADATA_NAME
 from kvstore_zarr.tier import DRAFTS, PURGE, draft_prefix, pack_addresses, unpack_addresses
@@ -51,9 +51,6 @@ _told: set[str] = set()  # what was logged once
 
 READER_PATIENCE_S = 2.0
 """How long a removal waits for readers of a block before it leaves the last of its space to them."""
-
-
-_ZEROS = memoryview(bytes(1 << 20))
 
 
 def inode_of(path: str) -> int | None:
@@ -139,20 +136,9 @@ def overwrite(path: str) -> int:
     except (FileNotFoundError, NotADirectoryError, NotAFileError):
         return 0
     try:
-        # A reader who came before gets zeros for a block, which it tells from one.
-        size = os.fstat(fd).st_size
-        for start in range(0, size, len(_ZEROS)):
-            _write_all(fd, _ZEROS[: size - start], start)
-        os.fdatasync(fd)
-        return size
+        return fill_with_zeros(fd)  # a reader who came before gets zeros for a block, which it tells from one
     finally:
         os.close(fd)
-
-
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        done = os.pwrite(fd, data, offset)
-        data, offset = data[done:], offset + done
 
 
 def _erase_other(path: str) -> None:

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.catalog import Entry, Victim, address_of
-from kvstore.files import NotAFileError, open_file
-from kvstore.presence import sync_folder
+from kvstore.files import NotAFileError, open_file, sync_folder
 from kvstore.types import ResealOutcome
 from kvstore_zarr import steps
 from kvstore_zarr.expiry import take_out

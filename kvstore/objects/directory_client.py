@@ -20,11 +20,11 @@ import numpy as np
 
 from kvstore.environment import filesystem_of, is_network
 from kvstore.errors import NotAStoreError
-from kvstore.files import NotAFileError, make_folder, open_file
+from kvstore.files import NotAFileError, fill_with_zeros, make_folder, open_file, permit, sync_folder, write_all
 from kvstore.objects.client import Listed, ObjectClient
 from kvstore.objects.faults import Kind, RequestFailed
 from kvstore.objects.settings import TIMEOUT
-from kvstore.presence import explained, permit
+from kvstore.presence import explained
 from kvstore.url import DURABILITY, MODE, READONLY, local_path
 
 if TYPE_CHECKING:
@@ -57,9 +57,6 @@ _KINDS = {
 }
 """Anything else (EIO, ESTALE, a host that is down) may pass."""
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
-
-
-_ZEROS = memoryview(bytes(1 << 20))
 
 
 class DirectoryClient(ObjectClient):
@@ -116,7 +113,7 @@ class DirectoryClient(ObjectClient):
             else:
                 os.replace(draft, target)  # noqa: PTH105
             if self._durable:
-                _sync(folder)
+                sync_folder(folder)
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(draft)  # noqa: PTH108
@@ -124,10 +121,10 @@ class DirectoryClient(ObjectClient):
     def _write(self, path: str, parts: Sequence[NDArray[np.uint8]]) -> None:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._mode), "wb", 0) as file:
             permit(file.fileno(), self._mode)
+            offset = 0
             for part in parts:
-                rest = part.data
-                while rest.nbytes:
-                    rest = rest[file.write(rest) or 0 :]
+                write_all(file.fileno(), part.data, offset)
+                offset += part.nbytes
             if self._durable:
                 os.fsync(file.fileno())
 
@@ -151,10 +148,7 @@ class DirectoryClient(ObjectClient):
             os.rename(self._at(path), draft)  # noqa: PTH104
             try:
                 with open(open_file(draft, os.O_WRONLY), "wb", 0) as file:
-                    rest = os.fstat(file.fileno()).st_size
-                    while rest > 0:
-                        rest -= file.write(_ZEROS[:rest]) or 0
-                    os.fsync(file.fileno())
+                    fill_with_zeros(file.fileno())
             finally:
                 os.unlink(draft)  # noqa: PTH108
 
@@ -229,14 +223,6 @@ def _link(draft: str, target: str) -> None:
         if error.errno not in _NO_LINKS:
             raise
         raise RequestFailed(Kind.UNSUPPORTED, f"this file system has no hard links: {error}") from error
-
-
-def _sync(folder: str) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sweep(folder: str) -> None:

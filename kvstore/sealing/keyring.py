@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.errors import KeyringError
-from kvstore.presence import sync_folder
+from kvstore.files import sync_folder
 from kvstore.sealing.document import Document
 
 if TYPE_CHECKING:

@@ -153,8 +153,10 @@ class TestCapacity:
             assert usage.used + usage.reserved + usage.overhead <= 16 * MIB
             assert get(store, [399]) == [GetOutcome.HIT]
 
-    def test_a_cap_too_small_for_an_empty_tier(self, scheme: str, tmp_path: Path) -> None:
-        refused(f"{scheme}://{tmp_path}/tier", StoreFullError, f"{tmp_path}/tier", "capacity", capacity=4 * KIB)
+    @pytest.mark.parametrize("capacity", [4 * KIB, "0.0000001%"])
+    def test_a_cap_too_small_for_an_empty_tier(self, scheme: str, tmp_path: Path, capacity: int | str) -> None:
+        refused(f"{scheme}://{tmp_path}/deep/tier", StoreFullError, f"{tmp_path}/deep/tier", capacity=capacity)
+        assert tree_of(tmp_path) == {}
 
 
 def as_nobody(code: str) -> subprocess.CompletedProcess[str]:

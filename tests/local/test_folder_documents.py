@@ -7,15 +7,17 @@ import json
 import os
 from typing import TYPE_CHECKING
 
+import pytest
 from local_helpers import HIT, STORED, file_of
 
 from kvstore import open_store
+from kvstore.files import replace_file
 from kvstore.testing.supply import SPACE, get, writes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import pytest
+    from typing_extensions import Buffer
 
 BLOCKS = range(12)
 
@@ -55,3 +57,39 @@ def test_a_document_that_went_behind_the_tiers_back_is_linked_from_no_more(tmp_p
         assert set(store.put_many(SPACE, writes(BLOCKS[1:]))) == {STORED}
         assert get(store, BLOCKS) == [HIT] * len(BLOCKS)
     assert [path for path in documents(tmp_path) if not path.exists()] == [gone]
+
+
+def test_a_system_that_writes_a_little_at_a_time_writes_whole_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = os.pwrite
+
+    def little(fd: int, data: Buffer, offset: int) -> int:
+        return whole(fd, memoryview(data)[:20], offset)
+
+    monkeypatch.setattr(os, "pwrite", little)
+    monkeypatch.setattr(os, "write", lambda fd, data: little(fd, data, 0))
+    with open_store(f"file://{tmp_path}") as store:
+        assert set(store.put_many(SPACE, writes(BLOCKS))) == {STORED}
+    assert (tmp_path / ".kvstore" / "state").stat().st_size == 64
+    with open_store(f"file://{tmp_path}") as store:
+        assert store.namespaces() == [SPACE]
+        assert get(store, BLOCKS) == [HIT] * len(BLOCKS)
+
+
+@pytest.mark.parametrize("written", [0, 5])
+def test_a_file_that_cannot_be_replaced_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int
+) -> None:
+    (tmp_path / "file").write_bytes(b"as it was")
+    whole = os.pwrite
+
+    def fails(fd: int, data: Buffer, offset: int) -> int:
+        if offset or not written:
+            raise OSError(errno.ENOSPC, "full")
+        return whole(fd, memoryview(data)[:written], offset)
+
+    monkeypatch.setattr(os, "pwrite", fails)
+    with pytest.raises(OSError, match="full"):
+        replace_file(tmp_path / "file", b"as it is to be", draft=tmp_path / "draft", mode=0o600)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"as it was"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import socket
@@ -95,6 +97,21 @@ class TestOneBadNamespace:
             make_newer(root / space.name / "zarr.json")
         with pytest.raises(NewerFormatError, match="upgrade"):
             open_store(f"file://{root}")
+
+    def test_a_manifest_that_claims_blocks_of_terabytes_costs_no_memory(self, root: Path) -> None:
+        with open_store(f"file://{root}") as store:
+            store.put_many(SPACE, writes([1]))
+        document = json.loads((root / SPACE.name / "zarr.json").read_text())
+        claimed = document["attributes"]["kvstore"]
+        claimed["namespace"]["layouts"][0] = {"dtype": "uint8", "axes": ["byte"], "shape": [1 << 50]}
+        text = json.dumps(claimed["namespace"], sort_keys=True, separators=(",", ":"))
+        claimed["fingerprint"] = hashlib.sha256(f"kvstore-namespace-1:{text}".encode()).hexdigest()[:32]
+        (root / claimed["fingerprint"]).mkdir()
+        (root / claimed["fingerprint"] / "zarr.json").write_text(json.dumps(document))
+        with open_store(f"file://{root}") as store:
+            assert store.namespaces() == [SPACE]
+            assert any(claimed["fingerprint"] in note and "set aside" in note for note in store.capabilities.notes)
+            assert get(store, [1]) == [HIT]
 
     def test_one_that_turns_bad_while_the_tier_is_open_stops_nobody(self, root: Path) -> None:
         with open_store(f"file://{root}", capacity=8 * MIB) as store:
