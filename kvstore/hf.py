@@ -181,13 +181,17 @@ class PrefixCache:
     def generate(self, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
         """`model.generate(input_ids, **options)` with the stored prefix loaded; then the prompt's blocks are stored.
 
-        `input_ids` has shape (1, tokens). Raises `ValueError` for padding or several sequences.
+        `input_ids` has shape (1, tokens). Raises `ValueError` for padding, beams or several sequences.
         """
         ids = _token_ids(input_ids)
         prompt = torch.tensor([ids], device=self.model.device)
         mask = options.pop("attention_mask", None)
         if mask is not None and not bool(mask.all()):
             raise ValueError("the prompt is padded: pass one sequence without padding, as its tokens decide the keys")
+        chosen = options.get("generation_config") or self.model.generation_config
+        for name in ("num_beams", "num_return_sequences"):
+            if (options.get(name) or getattr(chosen, name, None) or 1) != 1:
+                raise ValueError(f"{name} has to be 1: a prefix cache serves one sequence at a time")
         cache, hit_tokens = self.load(ids)
         options[_cache_argument(self.model)] = cache
         output: torch.Tensor = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)

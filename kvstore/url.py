@@ -302,9 +302,18 @@ class Capacity:
 
 
 def kept_free(url: TierURL, path: Path) -> int:
-    """What `keep_free` says, in bytes, for a tier at the existing directory `path`."""
+    """What `keep_free` says, in bytes, for a tier at the existing directory `path`.
+
+    Raises `InvalidOptionError` where that is the whole disk: such a tier would only ever throw out what it has.
+    """
     wanted = url.option(KEEP_FREE)
-    return 0 if wanted is None else wanted.resolve(path)
+    nbytes, disk = 0 if wanted is None else wanted.resolve(path), shutil.disk_usage(path).total
+    if nbytes >= disk:
+        raise InvalidOptionError(
+            f"{url}: keep_free is {format_size(nbytes)}, and the disk has {format_size(disk)}: nothing could be stored;"
+            " keep_free=5% leaves a twentieth of it free"
+        )
+    return nbytes
 
 
 def parse_duration(text: Any) -> float:

@@ -275,6 +275,9 @@ def test_batches_padding_and_empty_prompts_are_refused(model: Any, store: BlockS
             cache.prefill([])
         with pytest.raises(ValueError, match="padded"):
             cache.generate(torch.tensor([PROMPT]), attention_mask=torch.tensor([[0] + [1] * 69]), max_new_tokens=1)
+        for name in ("num_beams", "num_return_sequences"):
+            with pytest.raises(ValueError, match=f"{name} has to be 1"):
+                cache.generate(torch.tensor([PROMPT]), max_new_tokens=1, do_sample=True, **{name: 2})
 
 
 def test_a_cache_of_another_type_than_the_models_is_not_stored(model: Any, store: BlockStore) -> None:

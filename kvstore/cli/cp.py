@@ -81,7 +81,7 @@ def cp(
         emit_json(_as_json(source, target, report, dry_run))
     else:
         _show(source, target, report, dry_run)
-    _warn(target, report)
+    _warn(target, report, evict=evict)
     if not report.ok:
         ctx.exit(EXIT_FULL if report.full else EXIT_NOT_INTACT)
 
@@ -164,13 +164,15 @@ def _show(source: TierURL, target: TierURL, report: CopyReport, dry_run: bool) -
         click.echo(f"{format_size(report.bytes)} in {report.seconds:.1f} s, {speed:.2f} GB/s")
 
 
-def _warn(target: TierURL, report: CopyReport) -> None:
+def _warn(target: TierURL, report: CopyReport, *, evict: bool) -> None:
     """What is to be known besides, on stderr."""
     marks = report.marks
     if report.full:
+        room = "Give it a larger capacity, or make room on its disk"
+        remedy = room if evict else f"{room}, or let it evict with --evict"
         click.echo(
-            f"kvstore: {target} is full: {report.fates[Fate.COPIED]} blocks were copied before. Give it a larger"
-            " capacity, or --evict to let it make room, and run the same command again",
+            f"kvstore: {target} is full: {report.fates[Fate.COPIED]} blocks were copied before. {remedy},"
+            " and run the same command again",
             err=True,
         )
     if refused := report.fates[Fate.REFUSED]:

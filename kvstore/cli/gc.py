@@ -158,7 +158,8 @@ def _show(tier: TierURL, found: Survey, done: Collected | None) -> None:
         ),
     )
     for leftover in found.leftovers:
-        click.echo(f"left over: {leftover.place}, {format_size(leftover.nbytes)}, {age(leftover.modified)} old")
+        since = f", {age(leftover.modified)} old" if leftover.modified else ""
+        click.echo(f"left over: {leftover.place}, {format_size(leftover.nbytes)}{since}")
     if found.excess:
         click.echo(
             f"{format_size(found.excess)} over the capacity would be left: it is pinned, or the tier's own records"

@@ -13,7 +13,7 @@ import click
 from kvstore.cli import EXIT_NOT_INTACT
 from kvstore.cli._common import emit_json, json_option, progress
 from kvstore.cli._names import matching_namespaces
-from kvstore.errors import ConfigurationError
+from kvstore.errors import ConfigurationError, InvalidOptionError
 from kvstore.marks import PINNABLE, Mark, MarkOutcome
 from kvstore.registry import open_store
 from kvstore.types import BlockKey
@@ -115,6 +115,8 @@ def unpin(ctx: click.Context, url: str, as_json: bool, **which: Any) -> None:
 
 @contextmanager
 def _marking(tier: TierURL) -> Generator[BlockStore]:
+    if "readonly" in tier.raw_options:
+        raise InvalidOptionError(f"{tier}: pins are written: leave out readonly")
     with open_store(tier, readonly=True) as there:  # nothing is made where no tier is
         if not there.capabilities.marks:
             raise ConfigurationError(f"{tier} keeps no labels and pins: use a file:// or lmdb:// tier")

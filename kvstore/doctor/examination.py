@@ -66,8 +66,9 @@ def _look_inside(url: TierURL) -> tuple[list[Finding], Usage | None]:
 def _inside(url: TierURL, store: BlockStore, usage: Usage) -> Iterator[Finding]:
     can = store.capabilities
     taken = format_size(usage.used + usage.reserved + usage.overhead)
-    limit = "no capacity" if usage.capacity is None else f"of {format_size(usage.capacity)}"
-    yield ok(OPENING, f"{usage.blocks} blocks, {taken} {limit}; I/O {can.io}")
+    exact, none = can.capacity_is_exact, ", no capacity"
+    limit = f" of {format_size(usage.capacity)}" if usage.capacity else none if exact else ""
+    yield ok(OPENING, f"{usage.blocks} blocks, {taken}{limit}; I/O {can.io}")
     for note in can.notes:
         if note.startswith("client: "):
             yield ok(OPENING, note)

@@ -142,6 +142,8 @@ class Place:
             )
         if {".", ".."} & set(parts):
             raise InvalidURLError(f"{url}: a prefix has no parts called . or ..")
+        if not url.location.isprintable():
+            raise InvalidURLError(f"{url}: a prefix has no line breaks and nothing else that cannot be printed")
         given = [option.name for option in _OF_S3 if option.name in url.raw_options]
         if given and not place.is_s3:
             raise InvalidOptionError(

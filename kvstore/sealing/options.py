@@ -24,6 +24,7 @@ __all__ = ["ENCRYPTION", "KEYRING", "KEY_BYTES", "REMEDY", "SEALING", "KeySource
 
 KEY_BYTES = 32
 REMEDY = "make one with: openssl rand -base64 32"
+ABSENT = f"it has to have the key that the tier was made with; for a new tier, {REMEDY}"
 
 _FEWEST_VALUES = 16
 """Different byte values that a key must have: 32 random bytes all but never have fewer."""
@@ -59,13 +60,13 @@ class KeySource:
         if self.kind == "env":
             text = os.environ.get(self.where)
             if not text:
-                raise InvalidOptionError(f"encryption={self}: that environment variable is not set; {REMEDY}")
+                raise InvalidOptionError(f"encryption={self}: that environment variable is not set; {ABSENT}")
             return text
         try:
             with open(self.where, "rb") as file:
                 return file.read(_LARGEST_FILE).decode("ascii", errors="replace")
         except OSError as error:
-            raise InvalidOptionError(f"encryption={self}: {error.strerror}; {REMEDY}") from error
+            raise InvalidOptionError(f"encryption={self}: {error.strerror}; {ABSENT}") from error
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.where}"

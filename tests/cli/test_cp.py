@@ -148,7 +148,7 @@ def test_a_full_target_is_said_to_be_full(kind: str, tmp_path: Path, capsys: pyt
     assert (told["ok"], told["full"]) == (False, True)
     assert 4 <= told["copied"] < 20
     assert said.startswith(f"kvstore: {target} is full: {told['copied']} blocks were copied before. ")
-    assert "--evict" in said
+    assert "or let it evict with --evict" in said
     there = machine(capsys, "verify", target)
     assert there["ok"]
     assert there["blocks"] >= 4

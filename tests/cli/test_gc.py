@@ -159,3 +159,17 @@ def test_what_dead_writers_left_is_found_and_goes(
     assert not draft.exists()
     assert mine.read_text() == "mine"
     assert blocks_of(url) == {"org/other": 2}
+
+
+def test_what_has_no_age_is_said_to_have_none(
+    tmp_path: Path, clock: MovableClock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"file://{tmp_path}/kv"
+    with open_store(url) as store:
+        store.put_many(OTHER, [BlockWrite(KEYS[0], bytes(4096))])
+        store.purge_many(OTHER, KEYS[:1])
+    clock.advance(2 * HOUR)
+    assert run(["gc", url]) == EXIT_OK
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left over: ")]
+    assert line.endswith(" B")
+    assert "tombstones that have ended" in line

@@ -94,6 +94,9 @@ def test_which_blocks_has_to_be_said_once(tier: str, tmp_path: Path, capsys: pyt
         ["--label", "a", "--keys", "/dev/null"],
     ):
         assert run(["pin", tier, *words]) == EXIT_USAGE
+    capsys.readouterr()
+    assert run(["pin", f"{tier}?readonly=true", "--label", "a"]) == EXIT_USAGE
+    assert "leave out readonly" in capsys.readouterr().err
     assert run(["pin", f"file://{tmp_path}/nothing", "--label", "a"]) == EXIT_USAGE
     assert not (tmp_path / "nothing").exists()
     with open_store(f"zarr+local://{tmp_path}/objects") as store:

@@ -73,7 +73,7 @@ def test_without_it_and_without_a_capacity_a_full_disk_sheds_what_comes_and_keep
         assert get(store, [0], SMALL) == [HIT]
 
 
-@pytest.mark.parametrize("wrong", ["0", "much", "101%", ""])
+@pytest.mark.parametrize("wrong", ["0", "much", "101%", "", "100%", "9000TB"])
 def test_what_makes_no_sense_is_an_error(scheme: str, tmp_path: Path, wrong: Any) -> None:
     with pytest.raises(InvalidOptionError, match="keep_free"):
         open_store(f"{scheme}://{tmp_path}/tier", keep_free=wrong)

@@ -123,6 +123,8 @@ def test_a_tier_in_a_bucket_that_nothing_bounds_is_a_warning(place: str) -> None
     assert of("") == [("space", Grade.WARNING), *fine]
     assert of("?capacity=1GB") == [("space", Grade.WARNING), *fine]
     assert of("?capacity=1GB&sweep=1h") == [("space", Grade.OK), *fine]
+    said = [finding.found for finding in examine(f"{place}?capacity=1GB")]
+    assert not [found for found in said if "no capacity" in found], "what is approximate is there all the same"
     assert of("?ttl=7d&ttl_from=stored&sweep=1h") == [("space", Grade.OK), *fine]
     assert of("?readonly=true") == fine
     assert of("?capacity=10%25")[0] == ("place", Grade.PROBLEM)
