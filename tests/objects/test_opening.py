@@ -197,7 +197,9 @@ def test_an_option_that_makes_no_sense_is_refused(url: str, options: dict[str, A
     assert SECRET not in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["s3://", "s3:///prefix", "s3://a/../b", "s3://bucket/a%0Ab", f"s3://key:{SECRET}@bucket/prefix"])
+@pytest.mark.parametrize(
+    "url", ["s3://", "s3:///prefix", "s3://a/../b", "s3://bucket/a%0Ab", f"s3://key:{SECRET}@bucket/prefix"]
+)
 def test_a_url_that_names_no_bucket_or_has_a_password_is_refused(url: str) -> None:
     with pytest.raises(InvalidURLError) as caught:
         open_store(url)
