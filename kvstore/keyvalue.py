@@ -9,6 +9,7 @@ The hooks are `kvstore.hooks`; what a name and a value look like is `kvstore.val
 
 from __future__ import annotations
 
+import errno
 import json
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -199,9 +200,21 @@ class KeyValueStore(KeyValueHooks, BlockStore):
             names = _checked_names(namespace, keys)
             if self.readonly:
                 return [False] * len(names)
-            if until:
+            removed = [False] * len(names)
+            if until and not self._buried(names, until):
+                removed = list(self.remove_many(names))  # where there was no room for tombstones, there is now
                 self._graves.bury(list(dict.fromkeys(names)), until)
-            return list(self.remove_many(names))
+            return [one or other for one, other in zip(removed, self.remove_many(names), strict=True)]
+
+    def _buried(self, names: Sequence[str], until: int) -> bool:
+        """Bury blocks; False where there is no room for that."""
+        try:
+            self._graves.bury(list(dict.fromkeys(names)), until)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            return False
+        return True
 
     def finish_purge(
         self, *, overwrite: bool = True, advance: Callable[[int], object] = lambda _: None
@@ -352,7 +365,9 @@ class KeyValueStore(KeyValueHooks, BlockStore):
         said = if_there(self.read_value, FORMAT)
         if said is None:
             if not self.readonly:
-                self.write_value(FORMAT, str(FORMAT_VERSION).encode())
+                outcome = self.write_checked(FORMAT, [memoryview(str(FORMAT_VERSION).encode())])
+                if not outcome.present and outcome is not PutOutcome.FULL:  # a full one is read, purged, and evicts
+                    raise OSError(errno.EROFS, f"the store refuses it: {outcome.value}", FORMAT)
             return
         found = said.decode("ascii", errors="replace")
         check_version(

@@ -6,6 +6,7 @@ For `kvstore verify`: `BlockStore.examine` looks at records without opening the 
 
 from __future__ import annotations
 
+import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,15 +35,21 @@ class Repaired:
 def examine_environment(users: Path, environment: Path) -> Examination:
     """Look at every page that LMDB goes by in `environment`, with plain reads, while nobody has the tier open.
 
-    `users` is the directory of the tier's `Presence`. Others who want to open it wait meanwhile.
+    `users` is the directory of the tier's `Presence`. Others who want to open it wait meanwhile. Raises a
+    `StoreOpenError` where this user may not look.
     """
     from kvstore.lmdb_files import damage  # not for who has no local tier
-    from kvstore.presence import Presence
+    from kvstore.presence import Presence, explained
 
-    if not users.is_dir():
-        return Examination()
-    with Presence.opening(users, readonly=True) as presence:
-        looked = presence.alone
-        problem = damage(environment, thorough=False, values=True) if looked else None
+    with explained(users):
+        try:
+            is_folder = stat.S_ISDIR(users.stat().st_mode)  # no `is_dir`: what may not be entered is no error to some
+        except (FileNotFoundError, NotADirectoryError):
+            is_folder = False
+        if not is_folder:
+            return Examination()
+        with Presence.opening(users, readonly=True) as presence:
+            looked = presence.alone
+            problem = damage(environment, thorough=False, values=True) if looked else None
     with presence.closing():
         return Examination((problem,) if problem else (), looked)

@@ -11,7 +11,7 @@ has expired. What it evicted is a miss. It keeps its blocks over a restart as fa
 from __future__ import annotations
 
 import errno
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import unquote
 
@@ -88,7 +88,8 @@ class RedisStore(KeyValueStore):
         self._client: Any = _client(self.url)
         try:
             if not self.readonly:
-                self._client.set(self._prefix + FORMAT, str(FORMAT_VERSION).encode(), nx=True)
+                with suppress(OutOfMemoryError):  # what is there is read and removed all the same
+                    self._client.set(self._prefix + FORMAT, str(FORMAT_VERSION).encode(), nx=True)
             elif not self._client.exists(self._prefix + FORMAT) and not any(self.names("")):
                 raise FileNotFoundError(f"no tier has names that begin with {self._prefix!r}")
         except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
@@ -160,15 +161,19 @@ class RedisStore(KeyValueStore):
             return list(read_values(connection, wanted))
 
     def _fronts(self, wanted: Sequence[tuple[str, Buffers]]) -> list[int | None]:
-        """The first bytes of large values: no more than those goes over the network."""
-        with self._client.pipeline(transaction=True) as pipeline:
+        """The first bytes of large values: no more than those goes over the network.
+
+        No transaction: a server that is full refuses one as a whole, reads included. A block that goes between the two
+        questions looks like a damaged one, once.
+        """
+        with self._client.pipeline(transaction=False) as pipeline:
             for name, buffers in wanted:
-                pipeline.getrange(name, 0, sum(buffer.nbytes for buffer in buffers) - 1)
                 pipeline.exists(name)
+                pipeline.getrange(name, 0, sum(buffer.nbytes for buffer in buffers) - 1)
             answers = pipeline.execute(raise_on_error=False)
         return [
             _filled(buffers, head) if there else None
-            for (_, buffers), head, there in zip(wanted, answers[::2], answers[1::2], strict=True)
+            for (_, buffers), head, there in zip(wanted, answers[1::2], answers[::2], strict=True)
         ]
 
     @contextmanager

@@ -45,7 +45,7 @@ def _purge(tier: LocalTier, addresses: list[bytes], until: int, *, overwriting: 
         with tier.catalog.write() as change:
             if until:
                 change.tombs.bury(addresses, until)
-            gone = change.discard(addresses)
+            gone = change.discard(paths)  # where a block stands is not known: its entry stays, and is said to be left
             # A file without an entry is of nobody, and goes as well.
             payload = (PURGE if overwriting else b"") + pack_addresses(paths)
             intent = change.reserve(tier.presence.lease, sum(entry.size for entry in gone), payload)

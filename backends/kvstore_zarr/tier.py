@@ -114,11 +114,13 @@ class LocalTier:
         return tree
 
     def place(self, address: bytes) -> tuple[NamespaceTree, BlockKey] | None:
-        """What a catalogue address names; None if its namespace's manifest is gone."""
+        """What a catalogue address names; None if neither folder nor catalogue has its manifest."""
         fingerprint = address[:FINGERPRINT_BYTES]
         tree = self._trees.get(fingerprint)
         if tree is None:
             namespace = self._read_namespace(fingerprint.hex())
+            if namespace is None and not self.is_aside(fingerprint):
+                namespace = self._recorded(fingerprint)
             if namespace is None:
                 return None
             tree = self.tree(namespace)
@@ -166,6 +168,11 @@ class LocalTier:
             self.set_aside(name, error)
             return None
         return None if tree is None else tree.namespace
+
+    def _recorded(self, fingerprint: bytes) -> Namespace | None:
+        """What the catalogue says of a namespace whose document is gone."""
+        with self.catalog.read() as snapshot:
+            return next((space for space in snapshot.namespaces() if space.fingerprint == fingerprint), None)
 
     def path(self, address: bytes) -> str | None:
         """The file of the block at a catalogue address; None if its namespace's manifest is gone."""

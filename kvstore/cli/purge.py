@@ -15,6 +15,7 @@ import click
 from kvstore.abc import REFUSE_S
 from kvstore.cli import EXIT_NOT_INTACT
 from kvstore.cli._common import emit_json, json_option, print_table, progress
+from kvstore.cli._receipt import ReceiptFile
 from kvstore.errors import InvalidOptionError, KVStoreError
 from kvstore.purging import Keys, Receipt, Request, TierReceipt
 from kvstore.purging import purge as purge_tiers
@@ -71,8 +72,8 @@ class _Time(click.ParamType[float]):
 @click.option(
     "--receipt",
     "file",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    help="Write the receipt, as JSON, to FILE.",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the receipt, as JSON, to FILE; its room is taken before anything is removed.",
 )
 @json_option
 @click.pass_context
@@ -97,7 +98,8 @@ def purge(
     well. No get finds them any more, and for ten minutes nobody stores them again. The receipt says what went, what
     failed, and what remains that no removal reaches. Engines may go on; reset their own caches afterwards.
 
-    Exit code 1 when a tier failed or something is left: run the same command again.
+    Exit code 1 when a tier failed or something is left: run the same command again. Also when the receipt could not be
+    written in the end: it is printed then.
     """
     if everything and (prefix or label or tenant or older_than is not None):
         raise click.UsageError("--all is every block: leave out what narrows it down")
@@ -111,19 +113,34 @@ def purge(
     names, failed = (None, dict[int, str]()) if prefix is None else _matching(tiers, prefix)
     asked = Request(names, label, tenant, older_than, everything)
     work = partial(purge_tiers, dry_run=not yes, refuse_s=refuse, overwrite=not keep_bytes, keys=Keys(keys))
-    with nullcontext() if file is None else file.open("w") as receipt:  # opened before anything is removed
+    written = True
+    with nullcontext() if file is None else ReceiptFile(file) as receipt:  # before anything is removed
         with progress("purging" if yes else "looking", None) as advance:
             done = work([tier for place, tier in enumerate(tiers) if place not in failed], asked, advance=advance)
         for place, why in failed.items():
             done.tiers.insert(place, TierReceipt(str(tiers[place]), done.began, failed=[why]))
         if receipt is not None:
-            receipt.write(json.dumps(receipt_json(done), indent=2) + "\n")
-    if as_json:
+            written = _write(receipt, done)
+    if as_json or not written:
         emit_json(receipt_json(done))
     else:
         _show(done)
-    if not done.complete:
+    if not (done.complete and written):
         ctx.exit(EXIT_NOT_INTACT)
+
+
+def _write(file: ReceiptFile, receipt: Receipt) -> bool:
+    """Whether the receipt is in the file; if not, why is said."""
+    try:
+        file.write(json.dumps(receipt_json(receipt), indent=2) + "\n")
+    except OSError as error:
+        click.echo(
+            f"kvstore: the purge is over, and its receipt could not be written to {file.path} ({error.strerror}): it"
+            " stands on stdout, keep it from there",
+            err=True,
+        )
+        return False
+    return True
 
 
 def _checked(tier: TierURL) -> TierURL:

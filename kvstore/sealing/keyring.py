@@ -100,7 +100,7 @@ class Keyring:
         `MissingDependencyError` without `cryptography`.
         """
         path = Path(path)
-        if create and not path.exists():
+        if create and not os.path.exists(path):  # noqa: PTH110 - no error where it may not be looked for
             with _writing(path) as file:
                 if not file.exists():
                     _replace(file, Document.new(operator_key))

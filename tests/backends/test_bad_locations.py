@@ -13,6 +13,7 @@ import pytest
 import raw
 
 from kvstore import GetOutcome, PutOutcome, open_store
+from kvstore.cli import EXIT_USAGE
 from kvstore.errors import (
     CapacityMismatchError,
     InvalidURLError,
@@ -159,13 +160,13 @@ class TestCapacity:
         assert tree_of(tmp_path) == {}
 
 
-def as_nobody(code: str) -> subprocess.CompletedProcess[str]:
+def as_nobody(code: str, imports: str = "") -> subprocess.CompletedProcess[str]:
     """Run Python code in a process without privileges: root is not kept out by permissions."""
     if os.geteuid() != 0:
         prefix = ""
     else:
         prefix = "import os; os.setgroups([]); os.setresgid(65533, 65533, 65533); os.setresuid(65533, 65533, 65533)\n"
-    source = f"import kvstore, kvstore.registry, kvstore_zarr, kvstore_lmdb, lmdb\n{prefix}{code}"
+    source = f"import kvstore, kvstore.registry, kvstore_zarr, kvstore_lmdb, lmdb{imports}\n{prefix}{code}"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
         [sys.executable, "-c", source], env=environment, capture_output=True, text=True, check=False, timeout=60
@@ -209,6 +210,20 @@ class TestPermissions:
         for option in ("", "?readonly=true"):
             done = as_nobody(f"kvstore.open_store('{scheme}://{open_parents}/tier{option}')")
             assert done.stderr.strip().splitlines()[-1].startswith("kvstore.errors.StoreAccessError"), done.stderr
+
+    @pytest.mark.parametrize("command", ["verify", "stat", "gc"])
+    def test_commands_say_that_a_tier_is_somebody_elses(self, scheme: str, open_parents: Path, command: str) -> None:
+        if os.geteuid() != 0:
+            pytest.skip("somebody else's files take root")
+        with open_store(f"{scheme}://{open_parents}/tier") as store:
+            store.put_many(SPACE, writes([1]))
+        (open_parents / "tier").chmod(0o700)
+        done = as_nobody(
+            f"raise SystemExit(kvstore.cli.run(['{command}', '{scheme}://{open_parents}/tier']))",
+            ", kvstore.cli.verify, kvstore.cli.stat, kvstore.cli.gc, rich.table, rich.markup, kvstore.lmdb_files",
+        )
+        assert (done.returncode, "Traceback" in done.stderr) == (EXIT_USAGE, False), done.stderr
+        assert "check owner, permissions and mount" in done.stderr
 
     def test_files_are_private_unless_mode_widens_them(self, persistent_tier: Tier) -> None:
         assert persistent_tier.path is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -15,6 +16,7 @@ import pytest
 import redis
 
 from kvstore import BlockRead, GetOutcome, PutOutcome, open_store
+from kvstore.cli import run
 from kvstore.errors import (
     InvalidOptionError,
     InvalidURLError,
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 HIT, MISS, CORRUPT = GetOutcome.HIT, GetOutcome.MISS, GetOutcome.CORRUPT
 STORED, FULL, FAILED = PutOutcome.STORED, PutOutcome.FULL, PutOutcome.FAILED
+REFUSED = PutOutcome.REFUSED
 GOLDEN = Path(__file__).parents[1] / "golden" / "v1" / "values.json"
 
 
@@ -272,3 +275,54 @@ def test_a_new_data_key_takes_the_place_of_the_old_one_and_the_time_to_live_goes
         assert isinstance(store, RedisStore)
         assert not store.replace("what was purged meanwhile", [memoryview(b"0")])
         assert not store.exists("what was purged meanwhile")
+
+
+def fill(server: RedisServer, step: int) -> None:
+    """To the last bytes, with what is not kvstore's."""
+    with redis.Redis(port=server.port, password=server.password) as behind, contextlib.suppress(redis.OutOfMemoryError):
+        for number in range(1 << 20):
+            behind.set(f"filler-{number}", b"x" * step)
+
+
+def test_a_full_server_can_be_looked_at_collected_verified_and_purged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with valkey("maxmemory 4mb", "maxmemory-policy noeviction") as small:
+        url = small.url()
+        with open_store(url) as store:
+            stored = [n for n in range(200) if store.put_many(SPACE, [write(n)]) == [STORED]]
+        fill(small, 100)
+        for command in (
+            ["stat", url],
+            ["verify", url],
+            ["gc", url, "--yes"],
+            ["ls", url],
+            ["cp", url, f"file://{tmp_path}/kv"],
+        ):
+            assert run(command) == 0, (command, capsys.readouterr())
+        with open_store(url) as store:
+            assert get(store, stored[:1]) == [HIT]
+            assert store.put_many(SPACE, [write(900)]) == [FULL]
+        capsys.readouterr()
+        assert run(["purge", url, "--all", "--yes", "--json"]) == 0
+        (tier,) = json.loads(capsys.readouterr().out)["tiers"]
+        assert (tier["blocks"], tier["left"]) == (len(stored), 0)
+        with open_store(url) as store:
+            assert store.put_many(SPACE, [write(number) for number in (*stored[:2], 901)]) == [REFUSED, REFUSED, STORED]
+
+
+def test_a_new_tier_opens_on_a_full_server_and_stores_when_there_is_room() -> None:
+    with (
+        valkey("maxmemory 12mb", "maxmemory-policy noeviction") as small,
+        redis.Redis(port=small.port, password=small.password) as behind,
+    ):
+        fill(small, 1000)
+        with open_store(small.url()) as store:
+            assert store.put_many(SPACE, [write(1)]) == [FULL]
+            assert get(store, [1]) == [GetOutcome.MISS]
+            behind.flushall()
+            for _ in range(100):
+                if store.put_many(SPACE, [write(1)]) == [STORED]:
+                    break
+                time.sleep(0.05)
+            assert get(store, [1]) == [HIT]
