@@ -13,7 +13,7 @@ import pytest
 from tiering_helpers import BLOCK, PATIENCE, SPACE, content, faulty, fill, keys
 
 from kvstore import GetOutcome, PutOutcome, open_store
-from kvstore.errors import TierUnavailable, UnknownSchemeError
+from kvstore.errors import ConfigurationError, TierUnavailable, UnknownSchemeError
 from kvstore.testing.faults import failing
 from kvstore.tiering import PrimaryTier, SecondaryTier, TierStats
 from kvstore.tiering.breaker import BreakerState
@@ -21,6 +21,7 @@ from kvstore.tiering.secondary import TierReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
     from typing import Any
 
     from kvstore import BlockKey
@@ -425,6 +426,20 @@ def test_a_url_that_cannot_be_opened_is_an_error_at_once_and_leaves_no_threads()
     with pytest.raises(UnknownSchemeError):
         SecondaryTier("nowhere://x", SPACE)
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("wrong", [{"threads": -1}, {"staging_bytes": 1}, {"memory": bytes(64), "io_process": True}])
+def test_what_is_asked_of_a_tier_in_vain_leaves_no_store_open(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    threads, kind = threading.active_count(), "zarr+local" if "staging_bytes" in wrong else "file"
+    with pytest.raises((ValueError, ConfigurationError)):
+        SecondaryTier(f"{kind}://{tmp_path}/kv", SPACE, **wrong)
+    deadline = time.monotonic() + PATIENCE
+    while threading.active_count() > threads:
+        assert time.monotonic() < deadline, threading.enumerate()
+        time.sleep(0.01)
+    if kind == "file":
+        assert not list((tmp_path / "kv/.kvstore").glob("lease*"))
+        assert (tmp_path / "kv/.kvstore/state").read_text().startswith("clean")
 
 
 def test_a_tier_closes_the_store_that_it_opened() -> None:

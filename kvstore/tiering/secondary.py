@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import ExitStack
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,7 @@ class SecondaryTier:
     - `pause`: seconds for which a store that fails or hangs is left alone before it is tried again (see `breaker.py`).
 
     Raises a `ConfigurationError` or a `StoreOpenError` when the URL cannot be opened, or the memory not be shared,
-    `ValueError` for staging of less than two blocks, and nothing ever after.
+    `ValueError` for staging of less than two blocks or less than one thread, and nothing ever after.
     Threads: one, the manager's, makes all calls; only the constructor and `close` wait.
     """
 
@@ -105,13 +106,17 @@ class SecondaryTier:
         self.backlog_bytes = backlog_bytes
         can_hang = self._store.capabilities.can_hang
         self._load_timeout = load_timeout or (NETWORK_LOAD_TIMEOUT if can_hang else LOAD_TIMEOUT)
-        self._staging = self._made_memory(staging_bytes, memory)
         self._counters = Counters(self.url)
         self._breaker = Breaker(self.url, pause)
         self._probe: Probe | None = None
         threads = threads or (NETWORK_THREADS if can_hang else default_threads())
         stores = threads if can_hang else LOCAL_STORES
-        self._transfers: Jobs[TierJob] = pool_for(self._store, threads, f"kvstore-{self._store.url.scheme}", stores)
+        with ExitStack() as opened:
+            if self._owned:
+                opened.callback(self._store.close)
+            self._staging = self._made_memory(staging_bytes, memory)
+            self._transfers: Jobs[TierJob] = pool_for(self._store, threads, f"kvstore-{self._store.url.scheme}", stores)
+            opened.pop_all()
         self._questions = Questions(self._store, namespace, lookup_timeout, self._counters, self._breaker)
         self._to_load: list[Slot] = []
         self._to_store: list[Slot] = []
@@ -123,20 +128,14 @@ class SecondaryTier:
     def _made_memory(self, nbytes: int | None, slots: Buffer | None) -> Staging | None:
         """What calls can be lent: slots, or staging; the store's own process is given both."""
         apart = self._store if isinstance(self._store, StoreApart) else None
-        try:
-            if apart is not None and slots is not None:
-                apart.lend(slots)
-            if not self._store.capabilities.can_hang:
-                return None
-            staging = Staging(
-                nbytes, max(layout.nbytes for layout in self._namespace.layouts), shared=apart is not None
-            )
-            if apart is not None:
-                apart.lend(staging.memory.data)
-        except BaseException:
-            if self._owned:
-                self._store.close()
-            raise
+        if apart is not None and slots is not None:
+            apart.lend(slots)
+        if not self._store.capabilities.can_hang:
+            return None
+        largest = max(layout.nbytes for layout in self._namespace.layouts)
+        staging = Staging(nbytes, largest, shared=apart is not None)
+        if apart is not None:
+            apart.lend(staging.memory.data)
         # What would have to wait for staging, with its slot pinned, is better shed.
         self.backlog_bytes = min(self.backlog_bytes, (staging.buffers - staging.share) * staging.buffer_bytes)
         return staging

@@ -107,7 +107,21 @@ class KVStoreTier(SecondaryTierManager):
         self.locality = None if chosen.locality is None else Locality(chosen.locality)
         rows, row_bytes = primary_kv_view.shape or (0, 0)
         self._namespace = _namespace(offloading_spec, row_bytes, chosen.namespace)
+        self._warmings: list[Warming] = []
         self._tier = chosen.open(self._namespace, primary_kv_view)
+        try:
+            self._set_up(offloading_spec, rows, row_bytes)
+        except BaseException:
+            for warming in self._warmings:
+                warming.stop(SHUTDOWN_TIMEOUT)
+            self._tier.cancel()
+            self._tier.close(SHUTDOWN_TIMEOUT)
+            raise
+        # After everything that can fail: an error's traceback would keep vLLM's memory from being unmapped.
+        self._rows: NDArray[np.uint8] | None = np.frombuffer(primary_kv_view, np.uint8).reshape(rows, row_bytes)
+
+    def _set_up(self, offloading_spec: OffloadingSpec, rows: int, row_bytes: int) -> None:
+        chosen = self._options
         self.url = self._tier.url
         warn_if_small(offloading_spec, rows, row_bytes)
         self._lookups = Lookups(self._tier.ask, rows, self._beyond_primary)
@@ -117,10 +131,7 @@ class KVStoreTier(SecondaryTierManager):
         self._metrics = Metrics(chosen.url)
         self._seen_keys = False
         self._events: list[OffloadingEvent] | None = [] if _announces(offloading_spec, chosen) else None
-        self._warmings: list[Warming] = []
         self._warm()
-        # After everything that can fail: an error's traceback would keep vLLM's memory from being unmapped.
-        self._rows: NDArray[np.uint8] | None = np.frombuffer(primary_kv_view, np.uint8).reshape(rows, row_bytes)
 
     @property
     def warming(self) -> Warming | None:

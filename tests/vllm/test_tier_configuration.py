@@ -73,6 +73,16 @@ def test_a_tier_that_cannot_be_opened_leaves_nothing_in_shared_memory(tmp_path: 
     assert not list(Path("/dev/shm").glob(f"vllm_offload_{config.engine_id}*"))
 
 
+def test_a_tier_that_fails_after_it_was_opened_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("as planned")
+
+    monkeypatch.setattr("kvstore.vllm.tier.warn_if_small", fail)
+    with pytest.raises(RuntimeError, match="as planned"), Driver([kvstore_tier(f"file://{tmp_path}/tier")]):
+        pass
+    assert (tmp_path / "tier/.kvstore/state").read_text().startswith("clean")
+
+
 def test_every_option_can_be_given(tmp_path: Path) -> None:
     options = {
         "options": {"capacity": "1GB"},
