@@ -149,7 +149,11 @@ class BlockStore(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finish what was started, release what is held. A second call does nothing."""
+        """Finish what was started, release what is held. A second call does nothing.
+
+        Raises `TierUnavailable` where the device cannot do what is left to be done, the last writes say: they may be
+        lost then, and what was held is released all the same.
+        """
 
     def check_many(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
         """`get_many_into`, for who only looks after blocks: where a store keeps when blocks were used, this is no use.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import lmdb
 
@@ -24,6 +24,7 @@ from kvstore.errors import (
     NotAStoreError,
     StoreFullError,
     StoreNotFoundError,
+    TierUnavailable,
 )
 from kvstore.marking import marked
 from kvstore.marks import PINNABLE
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
     from kvstore.growth import Growth
     from kvstore.marks import Mark, MarkOutcome
+    from kvstore.presence import Presence
 
 __all__ = [
     "DATABASES",
@@ -65,11 +67,17 @@ __all__ = [
 
 T = TypeVar("T")
 
+Note: TypeAlias = "tuple[bytes, int, int]"
+"""The address of a block, when it was used (ns since the epoch), and how often it was read."""
+
 DATABASES = ("meta", "age", "marks", "intents", "namespaces", "info", "tombs")
 """The named databases that `Environment.open` must be given (a backend may add its own)."""
 
 SETTLE_DUE = 256
 """Notes after which `Catalog.note` asks for a `settle`."""
+
+MOST_NOTES = 1 << 16
+"""Notes kept while they cannot be settled, some 10 MB of them; those that came first are forgotten."""
 
 MARKED_AT_ONCE = 256
 """Blocks marked in one transaction: some 5 LMDB calls each, while every other writer waits."""
@@ -79,7 +87,7 @@ class Catalog:
     """The catalogue in an open environment. Thread-safe.
 
     What was used is noted in memory (`note`) and settled a few at a time within the next write transactions and at
-    `settle`; a process that dies loses at most those notes.
+    `settle`; a process that dies loses at most those notes, and a commit that fails loses none.
     """
 
     def __init__(self, environment: Environment, retention: Retention | None = None) -> None:
@@ -122,14 +130,19 @@ class Catalog:
             yield Snapshot(txn, self)
 
     @contextmanager
-    def write(self, patience_s: float = PATIENCE_S) -> Generator[Change]:
+    def write(self, patience_s: float = PATIENCE_S, *, settled: int = SETTLED_ALONG) -> Generator[Change]:
         """The write transaction, as `Environment.write`; a few notes are settled at its end."""
-        with self.environment.write(patience_s) as txn:
-            change = Change(txn, self)
-            yield change
-            if not self.is_held_up():
-                change.use(self._take(SETTLED_ALONG))
-            change.finish()
+        taken: list[Note] = []
+        try:
+            with self.environment.write(patience_s) as txn:
+                change, most = Change(txn, self), 0 if self.is_held_up() else settled
+                yield change
+                taken = self._take(most)
+                change.use(taken)
+                change.finish()
+            taken = []
+        finally:
+            self._put_back(taken)
 
     def is_held_up(self) -> bool:
         """Whether nothing is to be stored or noted, for the environment would grow, and no end to that is in sight."""
@@ -152,7 +165,8 @@ class Catalog:
             for index, address in enumerate(addresses):
                 _, before = self._notes.get(address, (0, 0))
                 self._notes[address] = (now - index, before + hits)
-            return len(self._notes) >= SETTLE_DUE or (due is not None and now - self._noted_since >= due)
+            self._forget()
+            return len(self._notes) >= SETTLE_DUE or now - self._noted_since >= due
 
     def noted(self, address: bytes) -> int:
         """When this process last used a block, if that is not settled yet; else 0."""
@@ -190,18 +204,44 @@ class Catalog:
     def settle(self, patience_s: float = PATIENCE_S) -> None:
         """Write down every note, in transactions of bounded length. At close, and when `note` says so."""
         while self._notes and not self.is_held_up():
-            with self.write(patience_s) as change:
-                change.use(self._take(8 * SETTLED_ALONG))
+            with self.write(patience_s, settled=SETTLE_DUE):
+                pass
 
     def settle_in_passing(self) -> None:
         """`settle`, for who has something better to do: as far as others that write, and the device, let it."""
         with suppress(OSError, lmdb.Error):
             self.settle(IN_PASSING_S)
 
-    def _take(self, most: int) -> list[tuple[bytes, int, int]]:
+    def close(self, presence: Presence, *, last: bool) -> None:
+        """Close the environment, in the body of `Presence.closing`. The `last` user brings it to disk once nobody is
+        inside any more, and has `presence` remember what it is like then. Raises `TierUnavailable` where a call does
+        not end: nobody is to take for clean what it may still write.
+        """
+        environment = self.environment
+        if environment.damaged:
+            presence.distrust()
+        if not environment.close(sync=last) and last:
+            raise TierUnavailable(f"{environment.directory}: a call in it does not end, and it is not left clean")
+        if last:
+            presence.seal(environment.directory / "data.mdb")
+
+    def _take(self, most: int) -> list[Note]:
         with self._lock:
             addresses = [address for address, _ in zip(self._notes, range(most), strict=False)]
             return [(address, *self._notes.pop(address)) for address in addresses]
+
+    def _put_back(self, notes: Sequence[Note]) -> None:
+        """What was taken for a transaction that was not committed is noted as before."""
+        with self._lock:
+            for address, used, hits in notes:
+                later, more = self._notes.get(address, (0, 0))
+                self._notes[address] = (max(used, later), hits + more)
+            self._forget()
+
+    def _forget(self) -> None:
+        """Keep notes bounded, where nothing can be settled for long. Under the lock."""
+        while len(self._notes) > MOST_NOTES:
+            del self._notes[next(iter(self._notes))]
 
 
 def _in_parts(addresses: Sequence[bytes], act: Callable[[Sequence[bytes]], list[T]]) -> list[T]:

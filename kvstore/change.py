@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import json
+import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvstore.errors import InvalidBlockError
 from kvstore.marking import marked, unmarked
 from kvstore.records import (
     Entry,
     Intent,
     Totals,
     Victim,
+    used,
 )
 from kvstore.retention import now_ns
 from kvstore.snapshot import Snapshot
@@ -166,13 +169,17 @@ class Change(Snapshot):
     def use(self, notes: Iterable[tuple[bytes, int, int]]) -> None:
         """Make blocks younger: (address, last used, hits to add) each; unknown ones are passed over."""
         noted = {address: (last_used, hits) for address, last_used, hits in notes}
-        used: list[Entry] = []
-        for entry in filter(None, self.find(list(noted))):
-            last_used, hits = noted[entry.address]
-            self.txn.delete(entry.age()[0], db=self._age)
-            hits = min(entry.hits + hits, 0xFFFFFFFF)
-            used.append(replace(entry, last_used=max(entry.last_used, last_used), hits=hits))
-        self._put(used)
+        records: list[tuple[bytes, bytearray]] = []
+        ages: list[tuple[bytes, bytes]] = []
+        for key, value in self.txn.cursor(self._meta).getmulti(sorted(noted)):
+            address, record = bytes(key), bytearray(value)
+            before, after = used(address, record, *noted[address])
+            records.append((address, record))
+            if self.txn.delete(before, db=self._age):  # a pinned block has no place there
+                ages.append(after)
+        if records:
+            self.txn.cursor(self._meta).putmulti(records)
+            self.txn.cursor(self._age).putmulti(ages)
 
     def redate(self, victims: Iterable[Victim]) -> None:
         """Set the times of blocks that are ahead of the clock (`Snapshot.ahead`) to now."""
@@ -201,9 +208,15 @@ class Change(Snapshot):
             self.txn.put(b"totals", totals.packed(), db=self._info)
 
     def _put(self, entries: Sequence[Entry]) -> None:
-        if entries:
-            self.txn.cursor(self._meta).putmulti([(entry.address, entry.packed()) for entry in entries])
-            self.txn.cursor(self._age).putmulti([entry.age() for entry in entries if not entry.pinned])
+        if not entries:
+            return
+        try:
+            records = [(entry.address, entry.packed()) for entry in entries]
+            ages = [entry.age() for entry in entries if not entry.pinned]
+        except struct.error as error:  # `Environment.write` takes that for a record that is damaged
+            raise InvalidBlockError(f"what is to be recorded of a block does not fit its record: {error}") from error
+        self.txn.cursor(self._meta).putmulti(records)
+        self.txn.cursor(self._age).putmulti(ages)
 
     def _change(self, changed: Sequence[tuple[Entry, Entry]]) -> None:
         """Put an entry's marks in place of what they were."""

@@ -258,13 +258,24 @@ class Environment:
             finally:
                 os.close(descriptor)
 
-    def close(self) -> None:
+    def close(self, *, sync: bool = False) -> bool:
         """Close it, once every opener in this process has. Waits for transactions that other threads have open (at most
-        `kvstore.inuse.CLOSE_TIMEOUT_S`; then it stays mapped for them). A second call does nothing, nor one in a
-        forked child.
+        `kvstore.inuse.CLOSE_TIMEOUT_S`; then it stays mapped for them, and the answer is False). A second call does
+        nothing, nor one in a forked child.
+
+        `sync`: then bring every commit to disk, to which nobody who had it open here can add one any more. Where that
+        raises it is closed all the same.
         """
         if not self._use.end():
-            return
+            return False
+        try:
+            if sync:
+                self._opened.env.sync(True)
+        finally:
+            self._let_go()
+        return True
+
+    def _let_go(self) -> None:
         with _opened_lock:
             self._opened.lenders -= 1
             if not self._opened.lenders:

@@ -46,6 +46,7 @@ AHEAD_S = 300.0
 """How far a block's times may be ahead of the clock, because another process' clock is, before they are set right."""
 CREDIBLE_NS = 1_767_225_600_000_000_000
 """The beginning of 2026: a clock that says less is wrong, and nothing is set right by it."""
+_USE_DUE_NS = 60_000_000_000
 REMOVED_A_SECOND = 64
 """Expired blocks that a process takes back in a second at most, beside two for each that it puts."""
 
@@ -160,9 +161,9 @@ class Retention:
         """Whether a block with these times, and without a pin, had expired at `cutoff`."""
         return self.ttl is not None and self.moment(created, last_used) <= cutoff
 
-    def note_of_use_due_ns(self) -> int | None:
-        """How long a process may keep to itself that it used a block: others would take it for expired."""
-        return None if self.ttl is None or self.from_stored else min(self.ttl // 8, 60_000_000_000)
+    def note_of_use_due_ns(self) -> int:
+        """How long a process may keep to itself that it used a block: others would evict it, or take it for expired."""
+        return _USE_DUE_NS if self.ttl is None or self.from_stored else min(self.ttl // 8, _USE_DUE_NS)
 
 
 class Allowance:

@@ -15,11 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kvstore.catalog
 from kvstore import BlockKey, BlockLayout, Namespace
 from kvstore.catalog import (
     DATABASES,
     NO_CAPACITY,
     Catalog,
+    Change,
     Entry,
     Snapshot,
     Victim,
@@ -27,7 +29,14 @@ from kvstore.catalog import (
     stored_capacity,
 )
 from kvstore.environment import Environment
-from kvstore.errors import CapacityMismatchError, NewerFormatError, NotAStoreError, StoreClosedError
+from kvstore.errors import (
+    CapacityMismatchError,
+    InvalidBlockError,
+    NewerFormatError,
+    NotAStoreError,
+    StoreClosedError,
+)
+from kvstore.marks import Mark
 from kvstore.records import times_of
 
 if TYPE_CHECKING:
@@ -148,6 +157,63 @@ def test_a_write_transaction_settles_a_few_notes_along_the_way(catalog: Catalog)
     assert not catalog.noted(entry(0).address)
     with catalog.read() as snapshot:
         assert [found.hits for found in snapshot.find([entry(0).address, entry(99).address]) if found] == [1, 1]
+        check_books(snapshot)
+
+
+def test_notes_outlive_a_commit_that_fails(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    with catalog.write() as change:
+        change.publish([entry(number) for number in range(40)])
+    catalog.note([entry(0).address, entry(0).address, *(entry(number).address for number in range(1, 40))])
+    used = catalog.noted(entry(0).address)
+    with monkeypatch.context() as patch:
+        patch.setattr(Change, "finish", no_page)
+        with pytest.raises(lmdb.MapFullError):
+            catalog.settle()
+    assert catalog.noted(entry(0).address) == used
+    catalog.note([entry(1).address])
+    catalog.settle()
+    with catalog.read() as snapshot:
+        assert [found.hits for found in snapshot.find([entry(number).address for number in range(3)]) if found] == [
+            *(2, 2, 1)
+        ]
+        check_books(snapshot)
+
+
+def no_page(_: Change) -> None:
+    raise lmdb.MapFullError("no page")
+
+
+def test_notes_that_cannot_be_settled_are_bounded(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvstore.catalog, "MOST_NOTES", 10)
+    addresses = [entry(number).address for number in range(30)]
+    for address in addresses:
+        catalog.note([address])
+    assert [bool(catalog.noted(address)) for address in addresses] == [False] * 20 + [True] * 10
+
+
+def test_a_use_changes_nothing_of_an_entry_but_when_and_how_often(catalog: Catalog) -> None:
+    marks = (Mark("label", pinned=True, tenant="somebody"), Mark("other"))
+    known = [
+        replace(entry(1), hits=7, position=3, parent=b"p" * 32, flags=9),
+        replace(entry(2), marks=marks, parent=b"q" * 32),
+        replace(entry(3), hits=0xFFFFFFFE, marks=(Mark("label"),)),
+    ]
+    with catalog.write() as change:
+        change.publish(known)
+        change.use([(one.address, 5000, 2) for one in known] + [(entry(4).address, 5000, 1)])
+    with catalog.read() as snapshot:
+        assert snapshot.find([one.address for one in known]) == [
+            replace(one, last_used=5000, hits=min(one.hits + 2, 0xFFFFFFFF)) for one in known
+        ]
+        assert sorted(ages(snapshot)) == sorted(one.address for one in known if not one.pinned)
+
+
+def test_what_does_not_fit_its_record_is_the_callers_fault_and_no_damage(catalog: Catalog) -> None:
+    with pytest.raises(InvalidBlockError, match="does not fit"), catalog.write() as change:
+        change.publish([entry(1), replace(entry(2), last_used=-1)])
+    assert not catalog.environment.damaged
+    with catalog.read() as snapshot:
+        assert ages(snapshot) == []
         check_books(snapshot)
 
 

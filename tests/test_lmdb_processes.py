@@ -148,6 +148,15 @@ class TestProcesses:
             assert get(store, range(10)) == [HIT] * 10
             assert MISS in get(store, range(10, 40))
 
+    def test_who_only_reads_keeps_what_it_reads_from_eviction_by_another(self, tmp_path: Path) -> None:
+        with opened(tmp_path, capacity=32 * MIB) as writer, opened(tmp_path) as reader:
+            assert put(writer, range(400)) == [STORED] * 400
+            for start in range(0, 300, 10):
+                assert get(reader, range(start, start + 10)) == [HIT] * 10
+            put(writer, range(1000, 1130))
+            assert writer.contains_many(SPACE, [key(number) for number in range(256)]) == [True] * 256
+            assert not all(writer.contains_many(SPACE, [key(number) for number in range(300, 400)]))
+
 
 def touch(directory: Path, numbers: list[int]) -> bool:
     with opened(directory) as store:

@@ -273,6 +273,7 @@ def test_what_a_url_says() -> None:
     assert said(ttl="7d", ttl_from="stored").from_stored
     assert said(ttl="7d").note_of_use_due_ns() == 60 * 10**9
     assert said(ttl="8s").note_of_use_due_ns() == 10**9
+    assert said().note_of_use_due_ns() == said(ttl="8s", ttl_from="stored").note_of_use_due_ns() == 60 * 10**9
     before = now_ns()
     assert before <= said(ttl="1s").cutoff() + 10**9 <= now_ns()
 

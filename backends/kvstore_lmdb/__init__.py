@@ -167,7 +167,7 @@ class LMDBStore(BlockStore):
         if not self._readonly:
             catalog, found = self._tier.catalog, zip(blocks, outcomes, strict=True)
             hits = (address_of(namespace, block.key) for block, outcome in found if outcome is GetOutcome.HIT)
-            if catalog.note(hits) and catalog.retention:  # or others would take these blocks for expired
+            if catalog.note(hits):  # or others would take these blocks for unused, or for expired
                 catalog.settle_in_passing()
         return outcomes
 
@@ -351,15 +351,10 @@ class LMDBStore(BlockStore):
             self._scrub.stop()
         tier = self._tier
         try:
-            with tier.presence.closing() as last:
+            with self._told(), tier.presence.closing() as last:
                 with suppress(OSError, lmdb.Error):  # notes of use are no loss to fail for
                     tier.catalog.settle()
-                if tier.environment.damaged:
-                    tier.presence.distrust()
-                if last:
-                    tier.environment.sync()
-                    tier.presence.seal(tier.directory / "data.mdb")
-                tier.environment.close()
+                tier.catalog.close(tier.presence, last=last)
         finally:
             tier.environment.close()
             self._puts.close()
@@ -373,9 +368,15 @@ class LMDBStore(BlockStore):
 
     @contextmanager
     def _telling(self) -> Generator[None]:
+        """`_told`, for what is done in the tier's directory."""
+        with self._told():
+            self._tier.presence.check()
+            yield
+
+    @contextmanager
+    def _told(self) -> Generator[None]:
         """What LMDB or the device cannot do becomes `TierUnavailable`."""
         try:
-            self._tier.presence.check()
             yield
         except (TierUnavailable, StoreClosedError):
             raise

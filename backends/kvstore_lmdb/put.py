@@ -44,6 +44,10 @@ _ATTEMPTS = 7
 _SPARE = 8
 """Staging buffers kept for the next put, a chunk each."""
 
+_OLDER_NS = 1_000_000_000
+"""By how much a block's position makes it older than the block that begins its prefix, at most: a nanosecond each, and
+a position may be any number."""
+
 Numbered: TypeAlias = "Callable[[int], Sequence[Entry]]"
 """What the catalogue is to know of some blocks, numbered from a generation on."""
 
@@ -90,7 +94,8 @@ class Puts:
                 there = snapshot.contains([block.address for block in blocks])
                 buried = snapshot.tombs.buried([block.address for block in blocks])
                 totals = snapshot.totals()
-            catalog.note((block.address for block, known in zip(blocks, there, strict=True) if known), hits=0)
+            if catalog.note((block.address for block, known in zip(blocks, there, strict=True) if known), hits=0):
+                catalog.settle_in_passing()
             settled = [
                 PutOutcome.EXISTS if known else PutOutcome.REFUSED if block.address in buried else None
                 for block, known in zip(blocks, there, strict=True)
@@ -257,7 +262,7 @@ def _entry(staged: Staged, now: int, generation: int) -> Entry:
     gap; blocks whose place is not known go in the order in which they came.
     """
     block = staged.block
-    when = now + staged.place if block.position == NO_POSITION else now - block.position
+    when = now + staged.place if block.position == NO_POSITION else now - min(block.position, _OLDER_NS)
     return Entry(staged.address, staged.size, when, when, generation, position=block.position, parent=block.parent)
 
 

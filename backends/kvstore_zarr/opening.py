@@ -86,7 +86,9 @@ def open_tier(url: TierURL) -> tuple[LocalTier, str | None]:
 
 
 def close_tier(tier: LocalTier) -> None:
-    """Settle what is noted and leave; the last one out brings the catalogue to disk."""
+    """Settle what is noted and leave; the last one out brings the catalogue to disk. Raises OSError or `lmdb.Error`
+    where that cannot be; nothing is held then all the same.
+    """
     try:
         with tier.presence.closing() as last:
             if not tier.readonly:
@@ -95,11 +97,7 @@ def close_tier(tier: LocalTier) -> None:
                     reclaim(tier)
                     if last and tier.dropped:
                         remove_dropped(tier)
-            if tier.environment.damaged:
-                tier.presence.distrust()
-            if last:
-                tier.environment.sync()
-                tier.presence.seal(tier.environment.directory / "data.mdb")
+            tier.catalog.close(tier.presence, last=last)
     finally:
         tier.environment.close()
         if tier.sealer is not None:

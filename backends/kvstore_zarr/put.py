@@ -231,7 +231,8 @@ class PutJob:
         there = [block for block, is_there in zip(self._blocks, present, strict=True) if is_there]
         if there:
             self._settle(there, PutOutcome.EXISTS)
-            self._tier.catalog.note([block.address for block in there], hits=0)
+            if self._tier.catalog.note([block.address for block in there], hits=0):
+                self._tier.catalog.settle_in_passing()
 
     def _refuse(self, buried: set[bytes]) -> None:
         if buried:

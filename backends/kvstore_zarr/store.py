@@ -325,7 +325,8 @@ class LocalZarrStore(BlockStore):
                 return
             self._closed = True
             self._idle.wait_for(lambda: not self._active)
-        close_tier(self._tier)
+        with self._telling():
+            close_tier(self._tier)
 
     @contextmanager
     def _using(self) -> Generator[LocalTier]:
@@ -337,14 +338,21 @@ class LocalZarrStore(BlockStore):
                 raise StoreClosedError(f"{self.url} was closed: open it again")
             self._active += 1
         try:
-            self._tier.presence.check()
-            yield self._tier
-        except (OSError, lmdb.Error) as error:
-            if isinstance(error, TierUnavailable):
-                raise
-            raise TierUnavailable(f"{self.url} cannot tell: {error}") from error
+            with self._telling():
+                self._tier.presence.check()
+                yield self._tier
         finally:
             with self._idle:
                 self._active -= 1
                 if self._closed and not self._active:
                     self._idle.notify_all()
+
+    @contextmanager
+    def _telling(self) -> Generator[None]:
+        """What LMDB or the device cannot do becomes `TierUnavailable`."""
+        try:
+            yield
+        except TierUnavailable:
+            raise
+        except (OSError, lmdb.Error) as error:
+            raise TierUnavailable(f"{self.url} cannot tell: {error}") from error

@@ -60,6 +60,14 @@ class FactTests(StoreHooks):
         assert (loner.position, loner.parent) == (NO_POSITION, NO_PARENT)
         assert first.stored_bytes >= SPACE.block_bytes()
 
+    def test_any_position_that_is_valid_is_kept(self, store: BlockStore) -> None:
+        positions = [0, 1 << 31, 1 << 62, (1 << 63) - 1]
+        batch = [write(number, position=position) for number, position in enumerate(positions)]
+        assert store.put_many(SPACE, batch) == [PutOutcome.STORED] * len(positions)
+        assert [facts(store)[key(number).digest].position for number in range(len(positions))] == positions
+        assert get(store, range(len(positions))) == [HIT] * len(positions)
+        assert all(time.time() - info.created < 60 for info in store.scan(SPACE))
+
     @pytest.mark.parametrize("digest_bytes", [16, 64])
     def test_a_predecessor_has_the_namespaces_digest_length(self, store: BlockStore, digest_bytes: int) -> None:
         space = dataclasses.replace(SPACE, digest_bytes=digest_bytes)

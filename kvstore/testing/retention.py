@@ -11,6 +11,7 @@ from kvstore.marks import Mark
 from kvstore.registry import backend_class, open_store
 from kvstore.retention import REMOVED_A_SECOND, TTL
 from kvstore.testing.clock import MovableClock, movable_clock
+from kvstore.testing.facts import BIG, CAPACITY
 from kvstore.testing.hooks import StoreHooks
 from kvstore.testing.supply import SPACE, get, held, key, keys, write, writes
 from kvstore.types import GetOutcome, PutOutcome
@@ -29,6 +30,13 @@ USES: dict[str, Callable[[BlockStore], object]] = {
     "get": lambda store: get(store, [1]),
     "put": lambda store: store.put_many(SPACE, [write(1)]),
     "touch": lambda store: store.touch_many(SPACE, [key(1)]),
+}
+
+
+USES_OF_BIG: dict[str, Callable[[BlockStore], object]] = {
+    "get": lambda store: get(store, [1, 2, 3], BIG),
+    "put": lambda store: store.put_many(BIG, writes([1, 2, 3], BIG)),
+    "touch": lambda store: store.touch_many(BIG, keys([1, 2, 3])),
 }
 
 
@@ -133,6 +141,24 @@ class RetentionTests(StoreHooks):
             clock.advance(3 * HOUR)
             assert strict.contains_many(SPACE, keys([1])) == [False]
             assert get(patient, [1]) == [HIT]
+
+    @pytest.mark.parametrize("use", USES)
+    def test_who_only_uses_blocks_tells_of_it_before_another_evicts_them(
+        self, bounded_url: str, clock: MovableClock, use: str
+    ) -> None:
+        """A process that stores nothing and stays open has no other occasion."""
+        with open_store(bounded_url, capacity=CAPACITY) as writer, open_store(bounded_url) as user:
+            if not user.capabilities.uses:
+                pytest.skip("keeps no times of use, as its capabilities say")
+            assert writer.put_many(BIG, writes(range(6), BIG)) == [STORED] * 6
+            for _ in range(2):
+                clock.advance(90)
+                USES_OF_BIG[use](user)
+            number = 6
+            while writer.contains_many(BIG, keys([4])) == [True]:
+                assert writer.put_many(BIG, [write(number, BIG)]) == [STORED]
+                number += 1
+            assert writer.contains_many(BIG, keys(range(5))) == [False, True, True, True, False]
 
     def test_only_what_was_not_used_since_is_removed(self, store: BlockStore) -> None:
         store.put_many(SPACE, writes(range(3)))
