@@ -8,6 +8,7 @@ used again.
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,8 +37,8 @@ class SftpClient(FsspecClient):
         self._url, self._place = url, place
         self._idle: list[Any] = []
         self._free = threading.BoundedSemaphore(CONNECTIONS)
-        self._connecting = threading.Lock()
-        self._over = False
+        self._changed = threading.Condition()
+        self._connecting = self._over = False
         filesystem, root = self._connected()
         self._idle.append(filesystem)
         return filesystem, root
@@ -72,22 +73,33 @@ class SftpClient(FsspecClient):
             self._free.release()
 
     def _taken(self) -> Any:
-        with suppress(IndexError):
-            while not _is_alive(filesystem := self._idle.pop()):
-                _close(filesystem)
-            return filesystem
-        if not self._connecting.acquire(timeout=self.attempt_timeout):
-            raise RequestFailed(Kind.TIMEOUT, "another connection is being made all the while")
+        """One that is idle, or a new one; while somebody else makes a connection, whichever can be had first."""
+        deadline = time.monotonic() + self.attempt_timeout
+        with self._changed:
+            while True:
+                with suppress(IndexError):
+                    while not _is_alive(filesystem := self._idle.pop()):
+                        _close(filesystem)
+                    return filesystem
+                if not self._connecting:
+                    self._connecting = True
+                    break
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise RequestFailed(Kind.TIMEOUT, "another connection is being made all the while")
         try:
             return _apart(self._connected)[0]
         finally:
-            self._connecting.release()
+            with self._changed:
+                self._connecting = False
+                self._changed.notify()
 
     def _give_back(self, filesystem: Any) -> None:
         if self._over or not _is_alive(filesystem):
             _close(filesystem)
-        else:
+            return
+        with self._changed:
             self._idle.append(filesystem)
+            self._changed.notify()
 
 
 def _apart(call: Callable[[], T]) -> T:

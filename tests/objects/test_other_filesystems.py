@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import http.server
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -58,14 +61,29 @@ def test_a_tier_on_a_web_server_is_read_and_checked(web: str, tmp_path: Path) ->
     assert damaged.exists()
 
 
+def connecting(attempt_timeout: float) -> SftpClient:
+    """A client without a server, and without a connection that is idle: somebody is making one."""
+    client = SftpClient.__new__(SftpClient)
+    client.attempt_timeout = attempt_timeout
+    client._idle, client._connecting, client._changed, client._over = [], True, threading.Condition(), False
+    return client
+
+
 def test_a_connection_over_ssh_that_others_wait_for_has_a_time_out() -> None:
-    client = SftpClient.__new__(SftpClient)  # without a server: how it opens is not what is asked here
-    client.attempt_timeout = 0.1
-    client._idle, client._connecting = [], threading.Lock()
-    with client._connecting, pytest.raises(RequestFailed, match="another connection is being made") as caught:
-        client._taken()
+    with pytest.raises(RequestFailed, match="another connection is being made") as caught:
+        connecting(0.1)._taken()
     assert caught.value.kind is Kind.TIMEOUT
-    assert not client._connecting.locked()
+
+
+def test_who_waits_for_a_connection_over_ssh_takes_one_that_others_give_back() -> None:
+    transport = SimpleNamespace(is_active=lambda: True)
+    client, alive = connecting(60), SimpleNamespace(client=SimpleNamespace(get_transport=lambda: transport))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client._taken)
+        time.sleep(0.05)
+        client._give_back(alive)
+        assert waiting.result(10) is alive
+    assert client._connecting  # still: nobody took its place
 
 
 def test_nothing_is_written_to_a_web_server(web: str) -> None:
