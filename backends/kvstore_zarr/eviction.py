@@ -66,7 +66,7 @@ def choose(tier: LocalTier, victims: list[Victim], shortage: int) -> list[Held]:
         chosen += held
         spared += len(victims) - len(held)
         shortage -= sum(one.victim.size for one in held)
-        if shortage <= 0:
+        if shortage <= 0 or len(chosen) + spared >= MOST_LOOKED_AT:
             break
         with tier.catalog.read() as snapshot:
             victims = oldest(tier, snapshot, shortage, after=spared)

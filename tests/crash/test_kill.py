@@ -50,7 +50,7 @@ def judge(report: Report, scheme: str) -> None:
     assert min(seen["stored"], seen["hit"], seen["exists"]) > report.rounds  # there was life between the deaths
     strict = scheme == "file" and report.rounds >= 100  # the catalogue's word for it, where chance evens out
     inside = report.intents_of_the_dead if strict else report.kills_inside_puts
-    assert 2 * inside >= report.kills
+    assert 3 * inside >= report.kills
     assert onlooker is not None
     assert onlooker.walks > report.rounds
     assert onlooker.walks_over == 0, onlooker

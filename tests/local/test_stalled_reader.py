@@ -17,7 +17,7 @@ from local_helpers import FULL, HIT, STORED, occupied
 from kvstore import growth, open_store
 from kvstore.environment import PAGE
 from kvstore.testing.supply import MIB, SPACE, get, keys, writes
-from kvstore_zarr import put
+from kvstore_zarr import eviction, put
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -143,3 +143,20 @@ def test_no_file_is_opened_within_a_read_of_the_catalogue(full: BlockStore, monk
     full.put_many(SPACE, writes(range(500, 510)))
     assert opened
     assert not any(opened)
+
+
+def test_one_choice_of_victims_opens_a_bounded_number_of_files(
+    full: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much has to go: a process may open 256 files, say."""
+    monkeypatch.setattr(eviction, "MOST_LOOKED_AT", 8)
+    tier: Any = full
+    local = tier._tier
+    with local.catalog.read() as snapshot:
+        oldest = eviction.oldest(local, snapshot, CAPACITY)
+    held = eviction.choose(local, oldest, CAPACITY)
+    try:
+        assert len(held) == 8
+        assert [one.victim for one in held] == oldest
+    finally:
+        eviction.let_go(local, held)
