@@ -26,7 +26,7 @@ from kvstore.repairing import Examination
 from kvstore.types import ResealOutcome, Residue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         GetOutcome,
         Leftover,
         PutOutcome,
+        Unseen,
         Usage,
     )
     from kvstore.url import Option, TierURL
@@ -280,11 +281,36 @@ class BlockStore(ABC):
         """
         return []
 
-    def amiss(self) -> list[str]:
-        """What is damaged in the records and documents of the open store so that blocks cannot be had, each in a
-        sentence. `repair` sees to it where that can be done. What a later kvstore wrote is no damage.
+    def unseen(self) -> list[Unseen]:
+        """What of ours stands in the tier and in none of `namespaces` and their scans, looked for anew.
+
+        Whoever says of a tier as a whole that it was copied, checked, or is gone, has to say it of these, too. May take
+        as long as a listing of the tier.
         """
         return []
+
+    def take_in(self, *, blocks: bool) -> None:  # noqa: B027 - optional
+        """Have scans list what they can of `unseen`, without reading it: documents that follow from the store's own
+        records are written anew, and with `blocks` files that the records do not know are entered into them; nothing is
+        evicted for that. Nothing happens on a read-only store.
+        """
+
+    def purge_unseen(
+        self, *, names: Collection[str], refuse_s: float = REFUSE_S, overwrite: bool = True
+    ) -> list[Unseen]:
+        """Remove for good what `unseen` tells of the namespaces with these names, but for what is `later`; what went.
+
+        Only what has our names goes. Blocks are `REFUSED` afterwards, as after `purge_many`, where their addresses are
+        known. Nothing happens on a read-only store.
+        """
+        del names, refuse_s, overwrite
+        return []
+
+    def amiss(self) -> list[str]:
+        """Of `unseen` the namespaces that are damaged as a whole, each in a sentence. `repair` sees to them where that
+        can be done.
+        """
+        return [one.why for one in self.unseen() if one.whole and not one.later]
 
     def scrubbed(self) -> Scrubbed | None:
         """What the tier's scrub has done, by whichever process; None where none ever ran."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from kvstore.abc import BlockStore
     from kvstore.namespace import Namespace
-    from kvstore.types import BlockInfo, Leftover
+    from kvstore.types import BlockInfo, Leftover, Unseen
 
 __all__ = ["Collected", "Rules", "SpaceSurvey", "Survey", "collect", "survey"]
 
@@ -81,6 +81,8 @@ class Survey:
     limit: Limit = field(default_factory=Limit)
     spaces: list[SpaceSurvey] = field(default_factory=list[SpaceSurvey])
     leftovers: list[Leftover] = field(default_factory=list["Leftover"])
+    unseen: list[Unseen] = field(default_factory=list["Unseen"])
+    """What could not be looked into: by no rule does it go."""
     excess: int = 0
     """Bytes over the capacity that removing all that may go would leave: pinned ones, and the store's own."""
 
@@ -158,7 +160,7 @@ def survey(
             advance(len(some))
     if rules.capacity is not None:
         _find_limit(found, store, rules.capacity, ages)
-    found.leftovers = store.leftovers()
+    found.leftovers, found.unseen = store.leftovers(), store.unseen()
     return found
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvstore.abc import BlockStore
     from kvstore.marks import Mark
     from kvstore.namespace import Namespace
-    from kvstore.types import BlockInfo, BlockKey
+    from kvstore.types import BlockInfo, BlockKey, Unseen
 
 __all__ = ["THREADS", "CopyReport", "Fate", "SpaceReport", "copy", "mark_again"]
 
@@ -88,11 +88,13 @@ class CopyReport:
     full: bool = False
     """The copy ended early: the target had no room, or began to evict."""
     seconds: float = 0.0
+    unseen: list[Unseen] = field(default_factory=list["Unseen"])
+    """What of the source could not be looked into, and was not copied."""
 
     @property
     def ok(self) -> bool:
         """Whether every block is intact and in the target."""
-        return not self.full and not any(report.bad for report in self.spaces)
+        return not (self.full or self.unseen or any(report.bad for report in self.spaces))
 
     @property
     def fates(self) -> Counter[Fate]:
@@ -142,7 +144,9 @@ def copy(
     """
     check_plaintext(source, target, plaintext=plaintext)
     started = time.monotonic()
-    report = CopyReport()
+    chosen = None if namespaces is None else list(namespaces)
+    names = None if chosen is None else {space.name for space in chosen}
+    report = CopyReport(unseen=[one for one in source.unseen() if names is None or one.namespace in names])
     watch = None if evict or dry_run else _Evictions.watched(target)
     most = min(source.capabilities.batch_bytes, target.capabilities.batch_bytes, *([watch.step] if watch else []))
     with _owners(source, target) as owners, _pool(threads) as pool:
@@ -157,7 +161,7 @@ def copy(
             _check_accepted(target, report)
             advance(len(batch.infos))
 
-        for space, infos in _all_batches(source, namespaces, blocks, most):
+        for space, infos in _all_batches(source, chosen, blocks, most):
             if not report.spaces or report.spaces[-1].namespace != space:
                 report.spaces.append(SpaceReport(space))
             pending.append((report.spaces[-1], pool.submit(work.move, space, infos)))

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import errno
 import json
+import re
+from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, TypeVar
@@ -33,7 +35,7 @@ from kvstore.namespace import Namespace
 from kvstore.retention import TTL, TTL_FROM, Retention
 from kvstore.sealing import PLAIN, SEALING, Unsealed, check_options, open_sealer
 from kvstore.tombs import refused_until
-from kvstore.types import GetOutcome, Leftover, PutOutcome, ResealOutcome, Residue, Usage
+from kvstore.types import GetOutcome, Leftover, PutOutcome, ResealOutcome, Residue, Unseen, Usage
 from kvstore.url import READONLY
 from kvstore.values import (
     FORMAT,
@@ -51,7 +53,7 @@ from kvstore.values import (
 from kvstore.versions import FORMAT_VERSION, check_version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
+    from collections.abc import Callable, Collection, Generator, Iterator, Sequence
     from typing import TypeAlias
 
     from kvstore.sealing import Sealer
@@ -63,6 +65,8 @@ if TYPE_CHECKING:
 __all__ = ["KeyValueStore"]
 
 T = TypeVar("T")
+
+_BLOCK = re.compile("([0-9a-f]{32})-[0-9]+-[0-9a-f]+")
 
 _HEADS_AT_ONCE = 256
 """How many heads a scan reads at a time."""
@@ -200,11 +204,14 @@ class KeyValueStore(KeyValueHooks, BlockStore):
             names = _checked_names(namespace, keys)
             if self.readonly:
                 return [False] * len(names)
-            removed = [False] * len(names)
-            if until and not self._buried(names, until):
-                removed = list(self.remove_many(names))  # where there was no room for tombstones, there is now
-                self._graves.bury(list(dict.fromkeys(names)), until)
-            return [one or other for one, other in zip(removed, self.remove_many(names), strict=True)]
+            return self._purge_names(names, until)
+
+    def _purge_names(self, names: Sequence[str], until: int) -> list[bool]:
+        removed = [False] * len(names)
+        if until and not self._buried(names, until):
+            removed = list(self.remove_many(names))  # where there was no room for tombstones, there is now
+            self._graves.bury(list(dict.fromkeys(names)), until)
+        return [one or other for one, other in zip(removed, self.remove_many(names), strict=True)]
 
     def _buried(self, names: Sequence[str], until: int) -> bool:
         """Bury blocks; False where there is no room for that."""
@@ -257,6 +264,35 @@ class KeyValueStore(KeyValueHooks, BlockStore):
         with self._using():
             ended = self._graves.collect() if remove and not self.readonly else self._graves.ended()
         return [Leftover(PURGED + name, 0, 0.0) for name in ended]
+
+    def unseen(self) -> list[Unseen]:
+        """Blocks whose manifest is gone, as a device that evicts may take it, or damaged. Asks for every name."""
+        with self._using():
+            counts = Counter(names[1] for name in self.all_names("") if (names := _BLOCK.fullmatch(name)))
+            manifests = {name.removeprefix(MANIFEST) for name in self.all_names(MANIFEST)}
+            bad = {name for name in manifests if self._manifest(MANIFEST + name) is None}
+        return [
+            Unseen(
+                name,
+                f"namespace {name} has {'a damaged' if name in bad else 'no'} manifest: what is in it is found again"
+                " when an engine stores into it; kvstore purge --all removes it",
+                counts[name],
+            )
+            for name in sorted(bad | (counts.keys() - manifests))
+        ]
+
+    def purge_unseen(
+        self, *, names: Collection[str], refuse_s: float = REFUSE_S, overwrite: bool = True
+    ) -> list[Unseen]:
+        del overwrite
+        until = refused_until(refuse_s)
+        gone = [] if self.readonly else [one for one in self.unseen() if one.namespace in names]
+        with self._using():
+            for one in gone:
+                blocks = [name for name in self.all_names(f"{one.namespace}-") if _BLOCK.fullmatch(name)]
+                self._purge_names(blocks, until)
+                list(self.remove_many([MANIFEST + one.namespace]))
+        return gone
 
     def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
         with self._using():

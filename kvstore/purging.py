@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import enum
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvstore.abc import REFUSE_S
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, TierUnavailable
 from kvstore.marks import Mark
 from kvstore.registry import backend_class, open_store
 from kvstore.retention import now_ns
 from kvstore.sealing import Keyring, check_options
 from kvstore.tombs import MOST_TOMBSTONES
-from kvstore.types import Residue
+from kvstore.types import Residue, Unseen
 from kvstore.url import TierURL
 
 if TYPE_CHECKING:
@@ -92,9 +93,14 @@ class Request:
         """Whether everything goes, or everything of a tenant."""
         return self == Request(all=True) or bool(self.tenant and self == Request(tenant=self.tenant))
 
-    def takes(self, space: Namespace) -> bool:
-        """Whether blocks of this namespace may go."""
-        return self.namespaces is None or space.name in self.namespaces
+    @property
+    def is_of_namespaces(self) -> bool:
+        """Whether everything goes, of all namespaces or of some."""
+        return self.mark == Mark() and self.older_than is None
+
+    def takes(self, name: str) -> bool:
+        """Whether blocks of the namespace with this name may go."""
+        return self.namespaces is None or name in self.namespaces
 
     def infos(
         self, store: BlockStore, space: Namespace, data_keys: frozenset[bytes] = frozenset()
@@ -154,6 +160,8 @@ class TierReceipt:
     not encrypted.
     """
     failed: list[str] = field(default_factory=list[str])
+    unseen: list[Unseen] = field(default_factory=list["Unseen"])
+    """What could not be looked into, and is still there: some of it may have to go."""
 
     @property
     def blocks(self) -> int:
@@ -168,7 +176,7 @@ class TierReceipt:
     @property
     def complete(self) -> bool:
         """Whether all that was to go is gone, as far as the tier goes."""
-        return not self.failed and not self.left
+        return not self.failed and not self.left and not self.unseen
 
 
 @dataclass(slots=True)
@@ -215,11 +223,17 @@ class _Purge:
                 self.advance(1)
             if seen.blocks:
                 self.receipt.spaces.append(seen)
+        unseen = self._unseen()
+        going = [one for one in unseen if self.asked.is_of_namespaces and not one.later]
+        self._add(going)
+        self._say_unseen([one for one in unseen if one not in going])
 
     def run(self) -> None:
         """Remove it."""
         tombs = self.store.capabilities.tombstones and self.refuse_s > 0
         self.receipt.others_know_within = self.store.capabilities.tombstones_seen_s
+        with suppress(TierUnavailable):  # what could not be taken in is seen to be unseen, in the end
+            self.store.take_in(blocks=self.asked.mark == Mark())
         spaces = {space.fingerprint: space for space in self._spaces()}
         seen = {name: SpaceReceipt(space.name, space.model) for name, space in spaces.items()}
         self.receipt.spaces = list(seen.values())
@@ -228,12 +242,16 @@ class _Purge:
         for _ in range(PASSES):
             if not sum([self._remove(space, seen[name]) for name, space in spaces.items()]):
                 break
+        if self.asked.is_of_namespaces:
+            names = [one.namespace for one in self._unseen() if not one.later]
+            self._add(self.store.purge_unseen(names=names, refuse_s=self.refuse_s, overwrite=self.overwrite))
         self._settle(spaces, seen)
         for info in (info for space in spaces.values() for info in self._infos(space)):
             since = self.receipt.began <= info.created <= now_ns() / 1e9  # else it was there, by whatever clock
             self.receipt.left += not since
             self.receipt.stored_since += since
-        if self.asked.mark == Mark() and self.asked.older_than is None:
+        self._say_unseen(self._unseen())
+        if self.asked.is_of_namespaces:
             for space in spaces.values():
                 self.store.drop_namespace(space, only_if_empty=True)
         if tombs and self.receipt.blocks > MOST_TOMBSTONES:
@@ -247,7 +265,29 @@ class _Purge:
         return self.asked.infos(self.store, space, self.data_keys())
 
     def _spaces(self) -> list[Namespace]:
-        return [space for space in self.store.namespaces() if self.asked.takes(space)]
+        return [space for space in self.store.namespaces() if self.asked.takes(space.name)]
+
+    def _unseen(self) -> list[Unseen]:
+        return [one for one in self.store.unseen() if self.asked.takes(one.namespace)]
+
+    def _add(self, gone: Iterable[Unseen]) -> None:
+        """Count what was removed, or would be, without having been seen."""
+        known = {space.namespace: space for space in self.receipt.spaces}
+        for one in gone:
+            space = known.get(one.namespace) or SpaceReceipt(one.namespace, "")
+            if one.namespace not in known:
+                self.receipt.spaces.append(known.setdefault(one.namespace, space))
+            space.blocks += one.blocks
+            space.bytes += one.bytes or 0
+            self.advance(one.blocks)
+
+    def _say_unseen(self, unseen: Iterable[Unseen]) -> None:
+        """Of files beside the blocks nobody knows whose or how old they are: they are not what was asked for, then."""
+        for one in unseen:
+            if one.whole or self.asked.is_of_namespaces:
+                self.receipt.unseen.append(one)
+            else:
+                self.receipt.remains.append(Residue(one.why, one.bytes))
 
     def _remove(self, space: Namespace, seen: SpaceReceipt) -> int:
         removed, infos = 0, self._infos(space)

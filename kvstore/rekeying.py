@@ -25,7 +25,7 @@ from kvstore.marks import MarkOutcome
 from kvstore.reading import batches
 from kvstore.registry import backend_class, open_store
 from kvstore.sealing import Keyring, check_options
-from kvstore.types import BlockRead, BlockWrite, GetOutcome, ResealOutcome
+from kvstore.types import BlockRead, BlockWrite, GetOutcome, ResealOutcome, Unseen
 from kvstore.url import READONLY
 
 if TYPE_CHECKING:
@@ -51,6 +51,10 @@ class Resealed:
     lost: int = 0
     dropped: int = 0
     """Old data keys that were dropped."""
+    kept: int = 0
+    """Old data keys that were not dropped, for what is `unseen`."""
+    unseen: list[Unseen] = field(default_factory=list["Unseen"])
+    """What could not be looked into: what of it is under an old key could be read by nobody without that."""
     unmarked: int = 0
     """Marks that blocks had, and could not be given again, or only without their pin."""
 
@@ -88,7 +92,7 @@ def rewrap(keyrings: dict[str, bytes], new_operator_key: bytes) -> None:
 def reseal(
     urls: Sequence[TierURL], keyrings: dict[str, bytes], *, advance: Callable[[int], object] = lambda _: None
 ) -> Resealed:
-    """Seal every block of these tiers under new data keys, then drop the old ones.
+    """Seal every block of these tiers under new data keys, then drop the old ones, if every block was seen.
 
     `urls` have to be all tiers of the keyrings: what is elsewhere sealed with an old key is lost, and computed again.
     `advance` is called with numbers of blocks that were looked at.
@@ -116,7 +120,11 @@ def reseal(
                 f"{left} blocks under old data keys were found in the last of {PASSES} passes: others still store under"
                 " those keys, or the tier does not let go of blocks; the old keys were kept: run the same again"
             )
+        work.report.unseen = [*work.later, *(one for url in urls for one in _unseen(url))]
         for keyring, keys in old.items():
+            if work.report.unseen:
+                work.report.kept += len(keys)
+                continue
             keyring.retire(keys)
             work.report.dropped += len(keys)
     finally:
@@ -124,6 +132,11 @@ def reseal(
             keyring.close()
     work.report.lost = len(work.lost)
     return work.report
+
+
+def _unseen(url: TierURL) -> list[Unseen]:
+    with open_store(url) as store:
+        return store.unseen()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +148,7 @@ class _Resealing:
     advance: Callable[[int], object]
     report: Resealed = field(default_factory=Resealed)
     lost: set[tuple[str, str, BlockKey]] = field(default_factory=set["tuple[str, str, BlockKey]"])
+    later: list[Unseen] = field(default_factory=list["Unseen"])
 
     def go_through(self, url: TierURL) -> int:
         """One pass over one tier; how many blocks could be read with an old key."""
@@ -173,10 +187,22 @@ class _Resealing:
             kept += self._put_back(store, space, left)
         self._forget_destroyed(store, space, {info: stale[info] for info in kept})
         self.report.resealed += len(kept)
+        unread = [info for info, outcome in zip(stale, got, strict=True) if outcome is GetOutcome.MISS]
+        later = self._later(store, space, unread)
+        stale = {info: key_id for info, key_id in stale.items() if info not in later}
         names = {info: (str(store.url), space.name, info.key) for info in stale}
         self.lost.update(names[info] for info in stale if info not in gone)
         self.lost.difference_update(names[info] for info in kept)
         return len(readable)
+
+    def _later(self, store: BlockStore, space: Namespace, infos: Sequence[BlockInfo]) -> set[BlockInfo]:
+        """Those of the blocks that a later kvstore wrote: they need their key for as long as they are there."""
+        found = store.of_later_version(space, [info.key for info in infos]) if infos else []
+        later = {info for info, is_later in zip(infos, found, strict=True) if is_later}
+        if later and not any(one.namespace == space.name for one in self.later):
+            why = f"{store.url}: namespace {space.name}: blocks of a later kvstore, which has to seal them anew"
+            self.later.append(Unseen(space.name, why, len(later), later=True, whole=False))
+        return later
 
     def _put_back(self, store: BlockStore, space: Namespace, writes: Mapping[BlockInfo, BlockWrite]) -> list[BlockInfo]:
         """Store removed blocks again, with the marks that they had; which of them are back."""

@@ -11,7 +11,7 @@ from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
 from kvstore.errors import StoreDamagedError
-from kvstore.namespace import Namespace
+from kvstore.namespace import FINGERPRINT_BYTES, MAX_DIGEST_BYTES, Namespace
 from kvstore.records import Entry, Intent, Totals, Victim, mark_prefix, times_of
 from kvstore.retention import AHEAD_S, CREDIBLE_NS, now_ns
 from kvstore.tombs import Tombs
@@ -212,6 +212,19 @@ class Snapshot:
     def unreadable(self) -> list[bytes]:
         """The fingerprints whose recorded manifests cannot be read, or are another namespace's."""
         return [fingerprint for fingerprint, namespace in self._manifests() if namespace is None]
+
+    def nameless(self) -> list[bytes]:
+        """The fingerprints of which there are entries, and no manifest that can be read. A step for each namespace."""
+        named = {fingerprint for fingerprint, namespace in self._manifests() if namespace is not None}
+        found: list[bytes] = []
+        cursor = self.txn.cursor(self._meta)
+        there = cursor.first()
+        while there:
+            fingerprint = bytes(cursor.key())[:FINGERPRINT_BYTES]
+            if fingerprint not in named:
+                found.append(fingerprint)
+            there = cursor.set_range(fingerprint + b"\xff" * (2 + MAX_DIGEST_BYTES))
+        return found
 
     def _manifests(self) -> Iterator[tuple[bytes, Namespace | None]]:
         for key, value in self.txn.cursor(self._namespaces).iternext():

@@ -197,6 +197,23 @@ class Leftover:
 
 
 @dataclass(frozen=True, slots=True)
+class Unseen:
+    """Blocks of ours that stand in a tier and in no listing of it, so that no verb reaches them.
+
+    `why` is a sentence that names the namespace. `blocks` and `bytes` count what has the names of blocks there; bytes
+    are None where they are not known. `later`: of another version of kvstore, which is left alone, and no damage.
+    Not `whole`: the namespace is served, and these stand beside the blocks that are listed.
+    """
+
+    namespace: str
+    why: str
+    blocks: int
+    bytes: int | None = None
+    later: bool = False
+    whole: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Residue:
     """What a purge cannot take away, in the tier's own words, and what an operator can do about it.
 

@@ -40,6 +40,7 @@ from kvstore.types import (
     PutOutcome,
     ResealOutcome,
     Residue,
+    Unseen,
     Usage,
 )
 from kvstore.url import CAPACITY, DURABILITY, KEEP_FREE, MODE, READONLY, Option, TierURL, local_path
@@ -53,7 +54,7 @@ from kvstore_lmdb.repair import is_of_later_version, repair
 from kvstore_lmdb.seat import LOADS, Seat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from kvstore.catalog import Snapshot
@@ -209,6 +210,9 @@ class LMDBStore(BlockStore):
         until = refused_until(refuse_s)
         smallest = min(map(namespace.block_bytes, range(len(namespace.layouts))))
         self._purged_small |= stored_bytes(smallest + self._longer) == PAGE
+        return self._purge(addresses, until)
+
+    def _purge(self, addresses: Sequence[bytes], until: int) -> list[bool]:
         return self._some_at_a_time(len(addresses), lambda some: purge_blocks(self._tier, addresses[some], until))
 
     def finish_purge(
@@ -286,6 +290,31 @@ class LMDBStore(BlockStore):
             return []
         with self._telling():
             return repair(self._tier)
+
+    def unseen(self) -> list[Unseen]:
+        found: list[Unseen] = []
+        with self._telling(), self._tier.catalog.read() as snapshot:
+            for fingerprint in snapshot.nameless():
+                name, sizes = fingerprint.hex(), [entry.size for entry in snapshot.scan(fingerprint)]
+                why = f"namespace {name} has no manifest that can be read: what is in it is found again when an engine"
+                why += " stores into it; kvstore purge --all removes it"
+                found.append(Unseen(name, why, len(sizes), sum(sizes)))
+        return found
+
+    def purge_unseen(
+        self, *, names: Collection[str], refuse_s: float = REFUSE_S, overwrite: bool = True
+    ) -> list[Unseen]:
+        del overwrite  # what is free is overwritten by `finish_purge`
+        gone = [] if self._readonly else [one for one in self.unseen() if one.namespace in names]
+        until = refused_until(refuse_s)
+        for one in gone:
+            with self._telling(), self._tier.catalog.read() as snapshot:
+                addresses = [entry.address for entry in snapshot.scan(bytes.fromhex(one.namespace))]
+            self._purge(addresses, until)
+            with self._telling(), self._tier.catalog.write() as change:
+                change.drop_namespace(bytes.fromhex(one.namespace))
+        self._purged_small |= bool(gone)
+        return gone
 
     def scrubbed(self) -> Scrubbed | None:
         return scrubbed(self._tier.directory)

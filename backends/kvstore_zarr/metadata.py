@@ -13,6 +13,7 @@ tests hold them against zarr-python and tensorstore.
 
 from __future__ import annotations
 
+import enum
 import errno
 import json
 import logging
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = [
     "METADATA_NAME",
     "SEAL_CODEC",
+    "Kind",
     "NamespaceTree",
     "is_namespace_name",
     "namespaces_in",
@@ -263,6 +265,19 @@ def _check_format(version: object, place: str) -> None:
 
 def _how(seal: str | None) -> str:
     return f"encrypted with keyring {seal}" if seal else "not encrypted"
+
+
+class Kind(enum.Enum):
+    """What a path below a namespace's folder is the name of, whatever its manifest says."""
+
+    BLOCK = re.compile(r"g[0-9]+/[0-9a-f]{2}/[0-9]+(\.[0-9]+)+")
+    DRAFT = re.compile(r"g[0-9]+/[0-9a-f]{2}/draft-[^/]+")
+    DOCUMENT = re.compile(r"(g[0-9]+/([0-9a-f]{2}/)?)?zarr\.json")
+
+    @classmethod
+    def of(cls, path: str) -> Kind | None:
+        """None: it is not ours."""
+        return next((kind for kind in cls if kind.value.fullmatch(path)), None)
 
 
 def is_namespace_name(name: str) -> bool:

@@ -57,8 +57,11 @@ class Reindexed:
         return Reindexed(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
-def reindex(tier: LocalTier, *, unreadable_for_s: float = math.inf, progress: Progress = _silent) -> Reindexed:
-    """Make the catalogue know the files, and forget what is gone; then evict down to the capacity, if there is one.
+def reindex(
+    tier: LocalTier, *, unreadable_for_s: float = math.inf, progress: Progress = _silent, evicting: bool = True
+) -> Reindexed:
+    """Make the catalogue know the files, and forget what is gone; then, `evicting`, evict down to the capacity, if
+    there is one.
 
     A file that is no whole block is removed once nobody has written it for `unreadable_for_s`. `progress` is told, of
     each folder, how many blocks were compared.
@@ -76,7 +79,8 @@ def reindex(tier: LocalTier, *, unreadable_for_s: float = math.inf, progress: Pr
     with tier.catalog.write() as change:
         tier.folders.record(change.txn, measured)
         tier.account(change)
-    make_room(tier)
+    if evicting:
+        make_room(tier)
     return found
 
 

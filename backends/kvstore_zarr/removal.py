@@ -22,7 +22,7 @@ import lmdb
 
 from kvstore.files import NotAFileError, fill_with_zeros, open_file
 from kvstore_zarr.folders import occupied
-from kvstore_zarr.metadata import METADATA_NAME
+from kvstore_zarr.metadata import METADATA_NAME, Kind
 from kvstore_zarr.tier import DRAFTS, PURGE, draft_prefix, pack_addresses, unpack_addresses
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ __all__ = [
     "cut",
     "dropped_and_empty",
     "erase",
+    "has_files",
     "inode_of",
     "overwrite",
     "reclaim",
@@ -300,12 +301,22 @@ def dropped_and_empty(tier: LocalTier, snapshot: Snapshot) -> list[bytes]:
     return [fingerprint for fingerprint in tier.dropped if next(snapshot.scan(fingerprint), None) is None]
 
 
+def has_files(tier: LocalTier, name: str) -> bool:
+    """Whether blocks stand in a namespace's folder, known to the catalogue or not: its manifest has to stay, or nobody
+    would find them again.
+    """
+    top = f"{tier.root}/{name}"
+    below = ((folder[len(top) + 1 :], files) for folder, _, files in os.walk(top))
+    return any(Kind.of(f"{folder}/{file}") is Kind.BLOCK for folder, files in below for file in files)
+
+
 def remove_dropped(tier: LocalTier) -> None:
     """Take away what is left of dropped namespaces: documents and folders. For the last one, as it closes the tier: a
     process that has it open relies on the folders that it made.
     """
     with tier.catalog.read() as snapshot:
-        gone = dropped_and_empty(tier, snapshot)
+        empty = dropped_and_empty(tier, snapshot)
+    gone = [fingerprint for fingerprint in empty if not has_files(tier, fingerprint.hex())]
     for fingerprint in gone:
         for path, _, files in os.walk(f"{tier.root}/{fingerprint.hex()}", topdown=False):
             if METADATA_NAME in files:

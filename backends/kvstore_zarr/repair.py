@@ -16,7 +16,7 @@ from kvstore_zarr.reindex import reindex
 if TYPE_CHECKING:
     from kvstore_zarr.tier import LocalTier
 
-__all__ = ["repair"]
+__all__ = ["repair", "write_documents"]
 
 UNREADABLE_FOR_S = 600.0
 """A file that is no whole block, and was not written to for so long, is no copy under way."""
@@ -24,7 +24,7 @@ UNREADABLE_FOR_S = 600.0
 
 def repair(tier: LocalTier) -> list[Repaired]:
     """Put right what can be; what that was."""
-    documents = _write_documents(tier)
+    documents = write_documents(tier)
     found = reindex(tier, unreadable_for_s=UNREADABLE_FOR_S)
     done = (
         Repaired("documents (zarr.json) that were missing or damaged written anew", documents),
@@ -35,7 +35,7 @@ def repair(tier: LocalTier) -> list[Repaired]:
     return [one for one in done if one.count]
 
 
-def _write_documents(tier: LocalTier) -> int:
+def write_documents(tier: LocalTier) -> int:
     """Write every document that is not what it must be; how many. What is of another format is left."""
     with tier.catalog.read() as snapshot:
         namespaces = snapshot.namespaces()

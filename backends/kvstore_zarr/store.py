@@ -34,14 +34,15 @@ from kvstore_zarr.opening import close_tier, open_tier
 from kvstore_zarr.purge import finish_purge, purge
 from kvstore_zarr.put import put_blocks
 from kvstore_zarr.reindex import reindex
-from kvstore_zarr.removal import dropped_and_empty, remove
-from kvstore_zarr.repair import repair
+from kvstore_zarr.removal import dropped_and_empty, has_files, remove
+from kvstore_zarr.repair import repair, write_documents
 from kvstore_zarr.reseal import reseal_blocks
 from kvstore_zarr.sealed import is_of_later_version_at, key_id_in
 from kvstore_zarr.tier import CATALOGUE, INNER
+from kvstore_zarr.unseen import purge_unseen, unseen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 
     import zarr
 
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from kvstore.repairing import Examination, Repaired
     from kvstore.scrub import Scrubbed
     from kvstore.snapshot import Snapshot
-    from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, Leftover, Residue
+    from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, Leftover, Residue, Unseen
     from kvstore_zarr.reindex import Progress, Reindexed
     from kvstore_zarr.tier import LocalTier
 
@@ -242,7 +243,7 @@ class LocalZarrStore(BlockStore):
     def drop_namespace(self, namespace: Namespace, *, only_if_empty: bool = False) -> int:
         dropped = super().drop_namespace(namespace, only_if_empty=only_if_empty)
         with self._using() as tier:
-            if not tier.readonly and not tier.is_aside(namespace.fingerprint):
+            if not (tier.readonly or tier.is_aside(namespace.fingerprint) or has_files(tier, namespace.name)):
                 tier.dropped.add(namespace.fingerprint)
         return dropped
 
@@ -282,9 +283,22 @@ class LocalZarrStore(BlockStore):
         with self._using() as tier:
             return [] if tier.readonly else repair(tier)
 
-    def amiss(self) -> list[str]:
+    def unseen(self) -> list[Unseen]:
         with self._using() as tier:
-            return tier.amiss()
+            return unseen(tier)
+
+    def take_in(self, *, blocks: bool) -> None:
+        with self._using() as tier:
+            if not tier.readonly:
+                write_documents(tier)
+                if blocks:
+                    reindex(tier, evicting=False)
+
+    def purge_unseen(
+        self, *, names: Collection[str], refuse_s: float = REFUSE_S, overwrite: bool = True
+    ) -> list[Unseen]:
+        with self._using() as tier:
+            return [] if tier.readonly else purge_unseen(tier, names, refused_until(refuse_s), overwriting=overwrite)
 
     def scrubbed(self) -> Scrubbed | None:
         return scrubbed(self._tier.presence.directory)

@@ -146,10 +146,6 @@ class LocalTier:
         if not self.aside:
             self.aside_bytes = 0
 
-    def amiss(self) -> list[str]:
-        """Of the namespaces that are set aside those that are damaged, and how."""
-        return [self.aside[name] for name in sorted(self.damaged)]
-
     def notes(self) -> tuple[str, ...]:
         """What an operator should know of the tier as it was found."""
         return (*self.remarks, *self.aside.values())

@@ -21,7 +21,7 @@ from kvstore.layout import as_bytes
 from kvstore.url import TierURL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
     from typing_extensions import Buffer
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         PutOutcome,
         ResealOutcome,
         Residue,
+        Unseen,
         Usage,
     )
 
@@ -226,6 +227,17 @@ class StoreApart(BlockStore):
 
     def repair(self) -> list[Repaired]:
         return self._ask("repair")
+
+    def unseen(self) -> list[Unseen]:
+        return self._ask("unseen")
+
+    def take_in(self, *, blocks: bool) -> None:
+        self._ask("take_in", blocks=blocks)
+
+    def purge_unseen(
+        self, *, names: Collection[str], refuse_s: float = REFUSE_S, overwrite: bool = True
+    ) -> list[Unseen]:
+        return self._ask("purge_unseen", names=sorted(names), refuse_s=refuse_s, overwrite=overwrite)
 
     def scrubbed(self) -> Scrubbed | None:
         return self._ask("scrubbed")

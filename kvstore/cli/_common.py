@@ -16,6 +16,7 @@ from kvstore.cli._output import printable
 from kvstore.inspect.opening import open_to_look
 from kvstore.inspect.summary import NamespaceSummary, summaries
 from kvstore.inspect.wording import age
+from kvstore.url import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvstore.abc import BlockStore
+    from kvstore.types import Unseen
     from kvstore.url import TierURL
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "json_option",
     "open_to_inspect",
     "print_table",
+    "print_unseen",
     "progress",
     "stderr_console",
     "stdout_console",
@@ -70,6 +73,13 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     for row in rows:
         table.add_row(*(escape(printable(cell)) for cell in row))
     stdout_console().print(table)
+
+
+def print_unseen(unseen: Iterable[Unseen]) -> None:
+    """What stands in a tier and was not looked into, to stdout."""
+    for one in unseen:
+        size = "" if one.bytes is None else f", {format_size(one.bytes)}"
+        click.echo(f"not looked into: {one.blocks} blocks{size}: {printable(one.why)}")
 
 
 def stdout_console() -> Console:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvstore.cli import EXIT_FULL, EXIT_NOT_INTACT
-from kvstore.cli._common import emit_json, json_option, open_to_inspect, print_table, progress
+from kvstore.cli._common import emit_json, json_option, open_to_inspect, print_table, print_unseen, progress
 from kvstore.cli._names import address_json, matching_namespaces
 from kvstore.copying import THREADS, Fate, copy
 from kvstore.errors import InvalidOptionError, StoreNotFoundError
@@ -58,7 +58,7 @@ def cp(
     it was when it is started again. The source is opened read-only.
 
     A target under a capacity is filled, and the copy ends when it begins to evict (exit code 4), unless --evict. Exit
-    code 1 when a block was damaged, or refused by the target.
+    code 1 when a block was damaged, or refused by the target, or when some of the source could not be looked into.
     """
     source, target = TierURL.parse(source_url), TierURL.parse(target_url)
     _check_apart(source, target)
@@ -77,6 +77,8 @@ def cp(
                 plaintext=plaintext or dry_run,
                 advance=advance,
             )
+        if prefix is not None:
+            report.unseen = [one for one in here.unseen() if one.namespace.startswith(prefix.lower())]
     if as_json:
         emit_json(_as_json(source, target, report, dry_run))
     else:
@@ -126,6 +128,7 @@ def _as_json(source: TierURL, target: TierURL, report: CopyReport, dry_run: bool
         "missing": [address_json(*address) for address in report.of(Fate.MISSING)],
         "later": [address_json(*address) for address in report.of(Fate.LATER)],
         "failed": [address_json(*address) for address in report.of(Fate.FAILED)],
+        "not_looked_into": report.unseen,
         "purged_lately": [address_json(*address) for address in report.of(Fate.REFUSED)],
     }
 
@@ -159,6 +162,7 @@ def _show(source: TierURL, target: TierURL, report: CopyReport, dry_run: bool) -
     for fate in (Fate.CORRUPT, Fate.MISSING, Fate.LATER, Fate.FAILED):
         for space, key in report.of(fate):
             click.echo(f"{fate.value}: {space.name} group {key.group} digest {key.digest.hex()}")
+    print_unseen(report.unseen)
     if not dry_run and report.bytes:
         speed = report.bytes / 1e9 / max(report.seconds, 1e-9)
         click.echo(f"{format_size(report.bytes)} in {report.seconds:.1f} s, {speed:.2f} GB/s")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvstore.cli import EXIT_NOT_INTACT
-from kvstore.cli._common import age, emit_json, json_option, open_to_inspect, print_table, progress
+from kvstore.cli._common import age, emit_json, json_option, open_to_inspect, print_table, print_unseen, progress
 from kvstore.cli._names import matching_namespaces
 from kvstore.collection import Rules, collect, survey
 from kvstore.errors import InvalidOptionError
@@ -134,6 +134,7 @@ def _as_json(tier: TierURL, found: Survey, done: Collected | None) -> dict[str, 
         "left_over_capacity": found.excess,
         "namespaces": found.spaces,
         "leftovers": found.leftovers,
+        "not_looked_into": found.unseen,
         "removed": None if done is None else asdict(done),
     }
 
@@ -160,6 +161,7 @@ def _show(tier: TierURL, found: Survey, done: Collected | None) -> None:
     for leftover in found.leftovers:
         since = f", {age(leftover.modified)} old" if leftover.modified else ""
         click.echo(f"left over: {leftover.place}, {format_size(leftover.nbytes)}{since}")
+    print_unseen(found.unseen)
     if found.excess:
         click.echo(
             f"{format_size(found.excess)} over the capacity would be left: it is pinned, or the tier's own records"

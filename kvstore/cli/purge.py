@@ -14,7 +14,7 @@ import click
 
 from kvstore.abc import REFUSE_S
 from kvstore.cli import EXIT_NOT_INTACT
-from kvstore.cli._common import emit_json, json_option, print_table, progress
+from kvstore.cli._common import emit_json, json_option, print_table, print_unseen, progress
 from kvstore.cli._receipt import ReceiptFile
 from kvstore.errors import InvalidOptionError, KVStoreError
 from kvstore.purging import Keys, Receipt, Request, TierReceipt
@@ -156,7 +156,7 @@ def _matching(tiers: Sequence[TierURL], prefix: str) -> tuple[tuple[str, ...], d
     for place, tier in enumerate(tiers):
         try:
             with open_store(tier, readonly=True) as store:
-                known |= {space.name for space in store.namespaces()}
+                known |= {space.name for space in store.namespaces()} | {one.namespace for one in store.unseen()}
         except KVStoreError as error:
             if len(tiers) == 1:
                 raise
@@ -219,6 +219,7 @@ def _show(receipt: Receipt) -> None:
         )
         for failure in tier.failed:
             click.echo(f"failed: {failure}")
+        print_unseen(tier.unseen)
         if tier.left:
             click.echo(f"{tier.left} blocks are still there: run the same command again")
         if tier.stored_since:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvstore.cli._common import emit_json, json_option, progress
+from kvstore.cli import EXIT_NOT_INTACT
+from kvstore.cli._common import emit_json, json_option, print_unseen, progress
 from kvstore.errors import InvalidOptionError
 from kvstore.rekeying import keyrings_of, reseal, rewrap
 from kvstore.sealing import KeySource
@@ -29,7 +30,15 @@ __all__ = ["rekey"]
 @click.option("--new-encryption", metavar="SOURCE", help="The key from now on: env:NAME or file:/path.")
 @click.option("--data", is_flag=True, help="New data keys as well: every block is sealed anew, the old keys dropped.")
 @json_option
-def rekey(urls: tuple[str, ...], encryption: str | None, new_encryption: str | None, data: bool, as_json: bool) -> None:
+@click.pass_context
+def rekey(
+    ctx: click.Context,
+    urls: tuple[str, ...],
+    encryption: str | None,
+    new_encryption: str | None,
+    data: bool,
+    as_json: bool,
+) -> None:
     """Change the keys of the encrypted tiers at URL….
 
     With --new-encryption each keyring is wrapped by that key, and the old one opens it no more. No block is touched.
@@ -38,7 +47,8 @@ def rekey(urls: tuple[str, ...], encryption: str | None, new_encryption: str | N
     With --data every tenant gets a new data key and every block is sealed under it, beside readers and writers; then
     the old data keys are dropped. Name all tiers that share a keyring: a block of another one, sealed with an old key,
     is a miss from then on. While blocks under an old key can be read and not be replaced, the old keys stay, and it is
-    an error. Interrupted, the same command goes on where it was; --new-encryption is done last.
+    an error. They stay as well, with exit code 1, where a namespace cannot be looked into. Interrupted, the same
+    command goes on where it was; --new-encryption is done last.
     """
     if not (new_encryption or data):
         raise click.UsageError("what is to change? Give --new-encryption, --data, or both")
@@ -48,12 +58,25 @@ def rekey(urls: tuple[str, ...], encryption: str | None, new_encryption: str | N
     answer: dict[str, Any] = {"keyrings": sorted(keyrings), "rewrapped": new_key is not None}
     if data:
         with progress("blocks", None) as advance:
-            answer |= asdict(reseal(tiers, keyrings, advance=advance))
+            done = reseal(tiers, keyrings, advance=advance)
+        answer |= asdict(done) | {"unseen": done.unseen}
     if new_key is not None:
         rewrap(keyrings, new_key)
+    kept = answer.get("kept", 0)
     if as_json:
         emit_json(answer)
-        return
+    else:
+        _show(answer, data=data, new_encryption=new_encryption)
+    if kept:
+        click.echo(
+            f"kvstore: {kept} old data keys were kept, as not all blocks could be looked at: see to what is named"
+            " (kvstore verify --repair), then run the same again",
+            err=True,
+        )
+        ctx.exit(EXIT_NOT_INTACT)
+
+
+def _show(answer: dict[str, Any], *, data: bool, new_encryption: str | None) -> None:
     if data:
         click.echo(
             f"{answer['resealed']} blocks sealed under new data keys, {answer['lost']} lost, {answer['dropped']} old"
@@ -61,7 +84,8 @@ def rekey(urls: tuple[str, ...], encryption: str | None, new_encryption: str | N
         )
         if answer["unmarked"]:
             click.echo(f"{answer['unmarked']} labels, tenants or pins of those blocks could not be given back")
-    for path in sorted(keyrings) if new_key is not None else ():
+        print_unseen(answer["unseen"])
+    for path in answer["keyrings"] if answer["rewrapped"] else ():
         click.echo(f"{path}: wrapped by {new_encryption}; the key before opens it no more")
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvstore.cli._common import age, emit_json, json_option, open_to_inspect, print_table, summaries
+from kvstore.cli._common import age, emit_json, json_option, open_to_inspect, print_table, print_unseen, summaries
 from kvstore.url import TierURL, format_size
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def stat(url: str, as_json: bool) -> None:
     """
     tier = TierURL.parse(url)
     with open_to_inspect(tier) as store:
-        found = summaries(store)
+        found, unseen = summaries(store), store.unseen()
         if as_json:
             emit_json(
                 {
@@ -36,10 +36,12 @@ def stat(url: str, as_json: bool) -> None:
                     "usage": asdict(store.usage()),
                     "scrub": store.scrubbed(),
                     "namespaces": found,
+                    "not_looked_into": unseen,
                 }
             )
         else:
             _show(tier, store, found)
+            print_unseen(unseen)
 
 
 def _show(tier: TierURL, store: BlockStore, found: list[NamespaceSummary]) -> None:

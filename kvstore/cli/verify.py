@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from kvstore.cli import EXIT_NOT_INTACT
-from kvstore.cli._common import emit_json, json_option, open_to_inspect, print_table, progress
+from kvstore.cli._common import emit_json, json_option, open_to_inspect, print_table, print_unseen, progress
 from kvstore.cli._names import address_json
 from kvstore.errors import InvalidOptionError, StoreDamagedError, StoreNotFoundError
 from kvstore.reading import ThreadMemory, batches
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kvstore.abc import BlockStore
     from kvstore.namespace import Namespace
     from kvstore.repairing import Repaired
-    from kvstore.types import BlockInfo, BlockKey
+    from kvstore.types import BlockInfo, BlockKey, Unseen
 
 __all__ = ["verify"]
 
@@ -71,7 +71,8 @@ def verify(ctx: click.Context, url: str, repair: bool, share: float, threads: in
     tier everywhere for that). No block becomes younger for eviction by being verified.
 
     Exit code 0 when every block that was read is intact, or was not and is repaired; 1 when one is corrupt or is listed
-    but cannot be found, or when the tier's own records are damaged. A block that a later kvstore wrote is named and
+    but cannot be found, or when the tier's own records are damaged, or a namespace has no manifest, so that its
+    blocks could not be read. A block that a later kvstore wrote is named and
     left alone: it is no damage. With --sample the rest is not looked at, and how many that are is said.
     """
     tier = TierURL.parse(url)
@@ -89,7 +90,7 @@ def verify(ctx: click.Context, url: str, repair: bool, share: float, threads: in
             with progress("verifying", store.usage().blocks) as advance:
                 look = _Look(store, share, threads, advance)
                 verdict.reports = [look.at(space) for space in store.namespaces()]
-            verdict.aside = store.amiss()
+            verdict.unseen = store.unseen()
     if as_json:
         emit_json(verdict.as_json())
     else:
@@ -155,16 +156,23 @@ class _Report:
 
 @dataclass(slots=True)
 class _Verdict:
-    """All that is to be said of a tier. `problems` are of its own records; after a repair they are no more. `aside` is
-    what else is damaged beside the blocks, also after one.
+    """All that is to be said of a tier. `problems` are of its own records; after a repair they are no more. `unseen` is
+    what was not looked into, also after one.
     """
 
     tier: TierURL
     repairing: bool
     problems: list[str]
-    aside: list[str] = field(default_factory=list[str])
+    unseen: list[Unseen] = field(default_factory=list["Unseen"])
     repaired: list[Repaired] = field(default_factory=list["Repaired"])
     reports: list[_Report] = field(default_factory=list[_Report])
+
+    @property
+    def aside(self) -> list[str]:
+        """What is damaged beside the blocks that were read; neither what another version wrote nor what is only not in
+        the catalogue, as after a copy.
+        """
+        return [one.why for one in self.unseen if one.whole and not one.later]
 
     @property
     def ok(self) -> bool:
@@ -187,6 +195,7 @@ class _Verdict:
             "missing": [address_json(report.namespace, key) for report in reports for key in report.missing],
             "later": [address_json(report.namespace, key) for report in reports for key in report.later],
             "records": [*self.problems, *self.aside],
+            "not_looked_into": self.unseen,
             "repaired": self.repaired,
         }
 
@@ -280,6 +289,7 @@ def _show(verdict: _Verdict) -> None:
                 click.echo(f"{what}: {report.namespace.name} group {key.group} digest {key.digest.hex()}{removed}")
     for problem in (*verdict.problems, *verdict.aside):
         click.echo(f"records damaged: {problem}")
+    print_unseen([one for one in verdict.unseen if one.later or not one.whole])
     if verdict.problems and not verdict.repairing:
         click.echo("no block was read: kvstore verify --repair sees to the records first, and then reads them")
     for one in verdict.repaired:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +12,7 @@ from sealing_helpers import key_file, keyring, sealed
 
 import kvstore_lmdb
 from kvstore import BlockStore, GetOutcome, MarkOutcome, PutOutcome, open_store
-from kvstore.cli import EXIT_OK, EXIT_USAGE, run
+from kvstore.cli import EXIT_NOT_INTACT, EXIT_OK, EXIT_USAGE, run
 from kvstore.errors import ConfigurationError, KeyringError, StoreNotFoundError, TierUnavailable
 from kvstore.marks import Mark
 from kvstore.purging import Request, purge
@@ -174,7 +175,7 @@ class TestCommand:
         assert code == EXIT_OK
         assert told == {
             "keyrings": [str(tmp_path / "keyring.json")], "rewrapped": True, "resealed": 4, "lost": 0, "dropped": 2,
-            "unmarked": 0,
+            "unmarked": 0, "kept": 0, "unseen": [],
         }  # fmt: skip
         with pytest.raises(KeyringError, match="another operator's key"):
             keyring(tmp_path)
@@ -213,3 +214,33 @@ class TestCommand:
             assert says in told
             assert "secret" not in told
         assert outcomes(url) == [HIT] * 4
+
+
+@pytest.mark.parametrize("options", ["", "?remote=true&lookup_ttl=0"])
+def test_old_keys_stay_while_a_namespace_cannot_be_looked_into(
+    options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, other = sealed(f"file://{tmp_path}/tier{options}", tmp_path), replace(SPACE, revision="another")
+    with open_store(url) as store:
+        store.put_many(SPACE, writes(range(4)))
+        store.put_many(other, writes(range(4), other))
+    document = tmp_path / "tier" / SPACE.name / "zarr.json"
+    sound = document.read_bytes()
+    document.write_text("{")
+
+    def rekeyed() -> tuple[int, dict[str, Any]]:
+        capsys.readouterr()
+        code = run(["rekey", url, "--data", "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    code, told = rekeyed()
+    assert (code, told["resealed"], told["dropped"], told["kept"], told["lost"]) == (EXIT_NOT_INTACT, 4, 0, 1, 0)
+    assert [one["namespace"] for one in told["unseen"]] == [SPACE.name]
+    if options:
+        document.write_bytes(sound)
+    else:
+        assert run(["verify", url, "--repair"]) == EXIT_OK
+    assert outcomes(url) == [HIT] * 4
+    code, told = rekeyed()
+    assert (code, told["resealed"], told["dropped"], told["unseen"]) == (EXIT_OK, 4, 1, [])
+    assert outcomes(url) == [HIT] * 4

@@ -50,6 +50,7 @@ def test_a_tier_of_any_backend_is_copied_to_one_of_any_other(
         "missing": [],
         "later": [],
         "failed": [],
+        "not_looked_into": [],
         "purged_lately": [],
     }
     assert tree(tmp_path / "kv") == before

@@ -31,6 +31,7 @@ def test_verify_of_an_intact_tier_reads_every_block(tier: str, capsys: pytest.Ca
         "missing": [],
         "later": [],
         "records": [],
+        "not_looked_into": [],
         "repaired": [],
     }
 

@@ -22,7 +22,7 @@ from kvstore.objects.side import side_by_side
 from kvstore.retention import Retention
 from kvstore.sealing import PLAIN, check_options, open_sealer
 from kvstore.tombs import refused_until
-from kvstore.types import BlockInfo, GetOutcome, Leftover, PutOutcome, ResealOutcome, Residue, Usage
+from kvstore.types import BlockInfo, GetOutcome, Leftover, PutOutcome, ResealOutcome, Residue, Unseen, Usage
 from kvstore.url import READONLY, Option, TierURL
 from kvstore_zarr.metadata import METADATA_NAME
 from kvstore_zarr.objects.ages import Ages
@@ -33,10 +33,11 @@ from kvstore_zarr.objects.purge import FOLDER, TombObjects, residues, seen_s
 from kvstore_zarr.objects.remains import drop, is_long_empty, retention_notes, stale, wanted_capacity
 from kvstore_zarr.objects.sweep import SweepCounts, Sweeper, rules_of
 from kvstore_zarr.objects.trees import Trees
+from kvstore_zarr.objects.unseen import purge_folder, unseen
 from kvstore_zarr.objects.use import AtWork
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from typing import TypeVar
 
     import numpy as np
@@ -348,8 +349,33 @@ class ObjectZarrStore(BlockStore):
                         overhead += entry.size
         return Usage(blocks, used, overhead=overhead, capacity=self._capacity)
 
-    def amiss(self) -> list[str]:
-        return self._trees.amiss()
+    def unseen(self) -> list[Unseen]:
+        with self._at_work:
+            return unseen(self._trees, self._client)
+
+    def purge_unseen(
+        self, *, names: Collection[str], refuse_s: float = REFUSE_S, overwrite: bool = True
+    ) -> list[Unseen]:
+        until = refused_until(refuse_s)
+        if self._readonly:
+            return []
+        with self._at_work:
+            found = [one for one in unseen(self._trees, self._client) if one.namespace in names and not one.later]
+            gone = [
+                purge_folder(
+                    self._client,
+                    one,
+                    bury=lambda paths: self._graves.bury(paths, until) if until else None,
+                    overwrite=self._client.overwrite if overwrite else lambda _: None,
+                    remove=self._remove,
+                )
+                for one in found
+            ]
+            for one in gone:
+                self._documents.forget(one.namespace)
+                self._trees.forget(one.namespace)
+                self._trees.serve_again(one.namespace)
+        return gone
 
     def sealed_with(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bytes | None]:
         def key_id(key: BlockKey) -> bytes | None:

@@ -55,9 +55,7 @@ class Trees:
 
     def known(self) -> list[NamespaceTree]:
         """All that are there now and of use."""
-        return self._read_all(
-            [name for name in self._client.folders() if is_namespace_name(name) and name not in self.aside]
-        )
+        return self.read_all([name for name in self._client.folders() if is_namespace_name(name)])
 
     def of(self, namespace: Namespace) -> NamespaceTree:
         """That of a namespace, whether something is stored of it or not. No request."""
@@ -77,9 +75,18 @@ class Trees:
         self.aside[name] = f"namespace {name} is set aside, and what is in it is left alone: {error}"
         _log.warning(self.aside[name])
 
-    def amiss(self) -> list[str]:
-        """Of the namespaces that are left alone those that are damaged, and how."""
-        return [self.aside[name] for name in sorted(self._damaged)]
+    def is_of_another_version(self, name: str) -> bool:
+        """Whether it is left alone for that."""
+        return name in self.aside and name not in self._damaged
+
+    def serve_again(self, name: str) -> None:
+        """What was damaged there is no more."""
+        self.aside.pop(name, None)
+        self._damaged.discard(name)
+
+    def read_all(self, names: Sequence[str]) -> list[NamespaceTree]:
+        """Those of the namespaces that are of use."""
+        return self._read_all([name for name in names if name not in self.aside])
 
     def _read_all(self, names: Sequence[str]) -> list[NamespaceTree]:
         return [tree for tree in side_by_side(self._read, names) if tree is not None]
