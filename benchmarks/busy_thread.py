@@ -2,35 +2,39 @@
 
     python benchmarks/object_stores.py          ends with it
 
-The thread does what a scheduler does, Python without a pause, and wants the GIL all the time; transfers want it at each
-of their steps. Both lose; how much a tier may cost is measured against the bare client, which has the fewest steps.
+The thread does what a scheduler does, Python without a pause and now and then a look at what has ended, and wants the
+GIL all the time; transfers want it at each of their steps, unless they have a process of their own. Both lose; how much a tier may cost is measured against the bare client, which has the fewest steps.
 """
 
 from __future__ import annotations
 
 import secrets
 import statistics
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvstore.bench.clients import BareObstore
-from kvstore.bench.tier import TierUnderTest
+from kvstore.bench.tier import TierApart, TierUnderTest
+from kvstore.bench.workload import page_aligned_rows
 from kvstore.types import BlockKey
 from kvstore.url import TierURL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from numpy.typing import NDArray
+
     from kvstore.bench.contestant import Contestant
 
 THREADS = 4
+IN_FLIGHT = 2 * THREADS
 SECONDS = 1.0
 ROUNDS = 5
+POLL_S = 3e-4
 
 
 @dataclass
@@ -41,63 +45,73 @@ class Kept:
     thread: list[float]
 
 
-def counting(over: threading.Event, counted: list[int]) -> None:
-    """Python without a pause; how far it came."""
+def busily() -> int:
+    """About a millisecond of Python, as between two looks of a scheduler; how many steps."""
     number = 0
-    while not over.is_set():
-        for _ in range(1000):
-            number += 1
-    counted.append(number)
+    for _ in range(30_000):
+        number += 1
+    return number
 
 
-def steps(work: Callable[[], object]) -> float:
-    """How many steps a second the busy thread makes while `work` is done."""
-    over, counted = threading.Event(), list[int]()
-    thread = threading.Thread(target=counting, args=(over, counted))
+def restfully() -> int:
+    """None."""
+    time.sleep(POLL_S)
+    return 0
+
+
+def gets(
+    contestant: Contestant, keys: list[BlockKey], rows: NDArray[np.uint8], between: Callable[[], int]
+) -> tuple[float, float]:
+    """GETs of whole blocks for a while, asked for by a thread that does something between two looks at what has ended:
+    bytes a second, and steps that this thread made a second.
+    """
+    traffic, names = contestant.traffic(rows, THREADS), cycle(keys)
+    blocks = steps = 0
     began = time.perf_counter()
-    thread.start()
-    work()
-    over.set()
-    thread.join()
-    return counted[0] / (time.perf_counter() - began)
+    for job in range(IN_FLIGHT):
+        traffic.submit(job, [next(names)], rows[job : job + 1], is_store=False)
+    while time.perf_counter() < began + SECONDS:
+        steps += between()
+        for job in traffic.ended():
+            blocks += 1
+            traffic.submit(job, [next(names)], rows[job : job + 1], is_store=False)
+    seconds = time.perf_counter() - began
+    left = IN_FLIGHT
+    while left:
+        time.sleep(POLL_S)
+        left -= len(traffic.ended())
+    traffic.close()
+    return blocks * rows.shape[1] / seconds, steps / seconds
 
 
-def gets(contestant: Contestant, keys: list[BlockKey], nbytes: int) -> float:
-    """GETs of whole blocks by all threads for a while; bytes a second."""
-    until = time.perf_counter() + SECONDS
-
-    def load(number: int) -> int:
-        target, done = memoryview(np.ones(nbytes, np.uint8)), 0
-        while time.perf_counter() < until:
-            contestant.load([keys[(number + done * THREADS) % len(keys)]], [target])
-            done += 1
-        return done
-
-    began = time.perf_counter()
-    with ThreadPoolExecutor(THREADS) as pool:
-        blocks = sum(pool.map(load, range(THREADS)))
-    return blocks * nbytes / (time.perf_counter() - began)
+def idle_steps() -> float:
+    """Steps a second of a thread that has nothing else to do."""
+    steps, began = 0, time.perf_counter()
+    while time.perf_counter() < began + SECONDS / 2:
+        steps += busily()
+    return steps / (time.perf_counter() - began)
 
 
 def compare(url: str, nbytes: int) -> None:
     """Print one line for blocks of this size."""
     parsed = TierURL.parse(url)
-    contestants = [TierUnderTest(parsed, nbytes, 16 * nbytes), BareObstore(parsed)]
+    tier = TierUnderTest(parsed, nbytes, 16 * nbytes)
+    contestants = [tier, TierApart(tier), BareObstore(parsed)]
     source = memoryview(np.frombuffer(np.random.default_rng().bytes(nbytes), np.uint8))
     keys = [BlockKey(secrets.token_bytes(32)) for _ in range(16)]
+    rows = page_aligned_rows(IN_FLIGHT, nbytes, shared=True)
     kept = {contestant.name: Kept([], []) for contestant in contestants}
     try:
-        for contestant in contestants:
+        for contestant in (tier, contestants[-1]):
             contestant.store(keys, [source] * len(keys))
         for _ in range(ROUNDS):
             for contestant in contestants:
-                alone, idle = gets(contestant, keys, nbytes), steps(lambda: time.sleep(SECONDS / 2))
-                rates: list[float] = []
-                beside = steps(lambda one=contestant, into=rates: into.append(gets(one, keys, nbytes)))
-                kept[contestant.name].transfers.append(rates[0] / alone)
-                kept[contestant.name].thread.append(beside / idle)
+                idle, (alone, _) = idle_steps(), gets(contestant, keys, rows, restfully)
+                beside, steps = gets(contestant, keys, rows, busily)
+                kept[contestant.name].transfers.append(beside / alone)
+                kept[contestant.name].thread.append(steps / idle)
     finally:
-        for contestant in contestants:
+        for contestant in reversed(contestants):
             contestant.close()
     shares = {name: (statistics.median(one.transfers), statistics.median(one.thread)) for name, one in kept.items()}
     print(

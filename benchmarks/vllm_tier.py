@@ -52,8 +52,10 @@ def configuration(tier: str, folder: Path) -> dict[str, Any]:
     if tier == "fs":
         return {"type": "fs", "root_dir": str(folder)}
     urls = {"file": f"file://{folder}/kv", "lmdb": f"lmdb://{folder}/kv.lmdb"}
-    url = urls.get(tier, tier)
-    return {"type": "KVStoreTier", "module_path": "kvstore.vllm", "url": url, "namespace": "benchmark"}
+    name, apart, _ = tier.partition("-apart")
+    url = urls.get(name, tier)
+    options = {"url": url, "namespace": "benchmark", "io_process": bool(apart)}
+    return {"type": "KVStoreTier", "module_path": "kvstore.vllm", **options}
 
 
 def prompts(requests: int) -> list[list[bytes]]:
@@ -171,7 +173,11 @@ def table(results: dict[tuple[str, int], dict[str, list[float]]]) -> list[dict[s
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tier", action="append", help="fs, file, lmdb or a URL; default: those three")
+    parser.add_argument(
+        "--tier",
+        action="append",
+        help="fs, file, lmdb, either of these with -apart (io_process) or a URL; default: those three",
+    )
     parser.add_argument("--requests", type=int, action="append", help="default: 1 and 8")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", help="where the tiers are made, and removed; default: a temporary folder")
@@ -208,7 +214,7 @@ def _line(row: dict[str, Any]) -> str:
         + f" ({row[f'{way}_spread'][0]}-{row[f'{way}_spread'][1]})"
         for way in ("store", "load")
     )
-    return f"{row['tier']:6} {row['requests']:2} requests   {ways}   calls p99 {row['call_p99_us']} µs"
+    return f"{row['tier']:10} {row['requests']:2} requests   {ways}   calls p99 {row['call_p99_us']} µs"
 
 
 if __name__ == "__main__":
