@@ -3,7 +3,8 @@
     python benchmarks/object_stores.py          ends with it
 
 The thread does what a scheduler does, Python without a pause and now and then a look at what has ended, and wants the
-GIL all the time; transfers want it at each of their steps, unless they have a process of their own. Both lose; how much a tier may cost is measured against the bare client, which has the fewest steps.
+GIL all the time; transfers want it at each of their steps, unless they have a process of their own. Both lose; how much
+a tier may cost is measured against the bare client, which has the fewest steps.
 """
 
 from __future__ import annotations
