@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from apart_helpers import alive, descriptors, get, put, rows, wait_for
-from tiering_helpers import PATIENCE, PROMPT, SPACE, content, fill
+from tiering_helpers import PATIENCE, PROMPT, SPACE, content, fill, writes
 
 from kvstore import BlockWrite, GetOutcome, PutOutcome, open_store
 from kvstore.apart import StoreApart
@@ -250,7 +250,9 @@ def test_one_that_cannot_be_started_again_says_why(tmp_path: Path) -> None:
         (tmp_path / "tier").rename(tmp_path / "away")
         (tmp_path / "tier").write_text("something else")
         with pytest.raises(TierUnavailable, match=r"cannot be started again.*tier"):
-            store.usage()
+            store.put_many(SPACE, writes(PROMPT[8:9]))
         (tmp_path / "tier").unlink()
         (tmp_path / "away").rename(tmp_path / "tier")
         assert store.contains_many(SPACE, EIGHT) == [True] * 8
+    with open_store(f"file://{tmp_path}/tier") as again:
+        assert again.contains_many(SPACE, PROMPT[8:9]) == [False], "who was told no is not served later"
