@@ -29,12 +29,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALL := $(BIN)/python .ci/install.py
 PYTEST := $(BIN)/python -m pytest
 
+CALLS := backends/kvstore_zarr/_calls.abi3.so
+
 export VENV
 
 .PHONY: demo demo-s3 notebooks test test-notebooks test-light test-wheel lint soak bench clean environment other-environments demo-vllm test-vllm test-vllm-all soak-vllm
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/.demo
+demo: $(VENV)/.demo $(CALLS)
 	$(BIN)/kvstore demo $(ARGS)
 
 # SeaweedFS, from PyPI, with all its bytes on this machine: what an object store does, not how fast one is. Blocks of 64
@@ -42,10 +44,10 @@ demo: $(VENV)/.demo
 demo-s3: $(VENV)/.dev
 	$(BIN)/python -m kvstore.testing.servers $(BIN)/kvstore demo --url s3://kvstore-test/demo --block-tokens 64 $(ARGS)
 
-test: $(VENV)/.dev
+test: $(VENV)/.dev $(CALLS)
 	$(PYTEST) -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS) $(TESTS)
 
-soak: $(VENV)/.dev
+soak: $(VENV)/.dev $(CALLS)
 	$(PYTEST) -m soak $(ARGS) $(TESTS)
 
 lint: $(VENV)/.dev
@@ -99,7 +101,7 @@ demo-vllm:
 # What depends on the manager's interface is tested with the newer version too; the rest of it in test-vllm-all.
 VLLM_INTERFACE := $(addprefix tests/vllm/test_,tier_bytes.py tier_archives.py metrics.py plugin.py)
 
-test-vllm:
+test-vllm: $(CALLS)
 	$(MAKE_VLLM) $(VLLM_NEWER)
 	$(VLLM_PYTHON) $(VLLM_MANAGERS) $(ARGS) tests/vllm
 	$(VENV)-vllm-$(VLLM_NEWER)/bin/python $(VLLM_MANAGERS) $(ARGS) $(VLLM_INTERFACE)
@@ -110,12 +112,12 @@ test-vllm-all: test-vllm
 	for version in $(VLLM_NEWER) $(VLLM_OLDER); do \
 		$(VENV)-vllm-$$version/bin/python $(VLLM_MANAGERS) $(ARGS) tests/vllm || exit 1; done
 
-soak-vllm:
+soak-vllm: $(CALLS)
 	$(MAKE_VLLM)
 	$(VLLM_PYTHON) $(VLLM_PYTEST) -m soak $(ARGS) tests/vllm
 
 # In a folder of BENCH_DIR, whose file system is the one that is measured. Those that need vLLM: see demo-vllm.
-bench: $(VENV)/.dev
+bench: $(VENV)/.dev $(CALLS)
 	@set -e; folder=$$(mktemp -d "$$(realpath "$(BENCH_DIR)")/kvstore-bench.XXXXXX"); trap 'rm -rf "$$folder"' EXIT; \
 	for url in "file://$$folder/file" "lmdb://$$folder/lmdb"; do \
 		$(BIN)/kvstore bench "$$url" --against raw --block-bytes 512KiB --block-bytes 2MiB --block-bytes 8MiB; \
@@ -135,9 +137,14 @@ test-notebooks: $(VENV)/.dev
 clean:
 	rm -rf $(VENV) $(VENV)-wheel $(VENV)-light $(VENV)-vllm* build
 
+# What file:// runs its system calls with: installing compiles it, this does so again when it has changed. Without a C
+# compiler plain Python does the same.
+$(CALLS): backends/kvstore_zarr/_calls.c backends/kvstore_zarr/compiling.py
+	@$(PYTHON) backends/kvstore_zarr/compiling.py || true
+
 # Environments. A stamp says what is in there already; it is made anew when the requirements change.
 
-environment: $(VENV)/.dev
+environment: $(VENV)/.dev $(CALLS)
 
 other-environments:
 	$(MAKE) test-light ONLY_MAKE=1

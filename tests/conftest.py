@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from kvstore.testing.faults import Hanging
 from kvstore.testing.servers import juicefs, seaweedfs
+from kvstore_zarr import calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,6 +26,15 @@ if TYPE_CHECKING:
 
 settings.register_profile("ci", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ci")
+
+
+@pytest.fixture(params=["C", "Python"])
+def executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What makes the system calls for blocks in this process."""
+    if request.param == "Python":
+        monkeypatch.setattr(calls, "move", calls.move_in_python)
+    elif calls.move is calls.move_in_python:
+        pytest.skip(calls.how)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import pytest
 
 from kvstore import BlockKey, BlockLayout, BlockRead, BlockWrite, GetOutcome, Namespace, PutOutcome, open_store
 from kvstore.errors import StoreAccessError
+from kvstore_zarr import calls
 from kvstore_zarr.device import BlockDevice, aligned_empty, probe_direct
 from kvstore_zarr.format import PAGE, PART_BYTES
 from kvstore_zarr.metadata import NamespaceTree
@@ -98,7 +99,8 @@ def test_what_one_mode_wrote_the_other_reads(direct_folder: Path) -> None:
 
 def test_the_mode_is_reported_with_its_reason(direct_folder: Path) -> None:
     with open_store(f"file://{direct_folder}/tier") as store:
-        assert (store.capabilities.io, store.capabilities.alignment, store.capabilities.notes) == ("direct", PAGE, ())
+        assert (store.capabilities.io, store.capabilities.alignment) == ("direct", PAGE)
+        assert store.capabilities.notes == (f"client: {calls.how}",)
     with open_store(f"file://{direct_folder}/tier", io="buffered") as store:
         assert (store.capabilities.io, store.capabilities.alignment) == ("buffered", 1)
         assert "io=buffered" in store.capabilities.notes[0]
@@ -186,9 +188,7 @@ def test_a_thread_keeps_a_bounded_buffer(direct_folder: Path) -> None:
     space = space_of(4 * PART_BYTES)
     frame = NamespaceTree(space).frames[0]
     payload = buffer(4 * PART_BYTES, 1)
-    fd = device.create(str(direct_folder / "file"), 0o600)
-    try:
-        device.write(fd, frame, payload, lambda *_: None)
-    finally:
-        os.close(fd)
+    file = device.create(str(direct_folder / "file"), 0o600)
+    device.write(file, frame, payload, lambda *_: None, sync=False)
+    assert file.fd == -1
     assert device._scratch.bounce.nbytes == PART_BYTES

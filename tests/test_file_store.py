@@ -39,7 +39,7 @@ from kvstore import (
     open_store,
 )
 from kvstore.errors import NotAStoreError, StoreDamagedError, StoreNotFoundError
-from kvstore_zarr.device import BlockDevice
+from kvstore_zarr import calls
 from kvstore_zarr.format import BlockFrame
 
 if TYPE_CHECKING:
@@ -230,18 +230,19 @@ class TestReadersAndEvictions:
         self, root: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         children: list[int] = []
-        read = BlockDevice.read
+        read = os.preadv
 
-        def read_and_fork(device: BlockDevice, *arguments: Any) -> bool:
+        def read_and_fork(*arguments: Any) -> int:
             children.append(os.fork())
             if not children[-1]:
                 time.sleep(60)
                 os._exit(0)
-            return read(device, *arguments)
+            return read(*arguments)
 
         with open_store(f"file://{root}") as store:
             put(store, [1])
-            monkeypatch.setattr(BlockDevice, "read", read_and_fork)
+            monkeypatch.setattr(calls, "move", calls.move_in_python)
+            monkeypatch.setattr(os, "preadv", read_and_fork)
             try:
                 assert get(store, [1]) == [HIT]
                 with file_of(root, 1).open("rb") as evictor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -184,6 +186,20 @@ def test_the_wheel_has_every_file_of_the_packages(built: Path) -> None:
     for folder in (ROOT / "kvstore", *(ROOT / "backends" / package for package in PACKAGES[1:])):
         ours = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
         assert {str(path.relative_to(folder.parent)) for path in ours} <= there
+
+
+def test_without_a_compiler_the_wheel_is_plain_python(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "kvstore", "backends"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    with_compiler, without = shutil.which("cc") is not None, {**os.environ, "CC": "/nowhere/cc"}
+    for extension, environment in ((with_compiler, None), (False, without)):
+        build = [sys.executable, "-m", "hatchling", "build", "-d", str(tmp_path / "built"), "-t", "wheel"]
+        subprocess.run(build, cwd=tmp_path, check=True, capture_output=True, env=environment)
+        (wheel,) = (tmp_path / "built").glob("*.whl")
+        assert wheel.name.endswith("-py3-none-any.whl") == (not extension)
+        assert ("kvstore_zarr/_calls.abi3.so" in zipfile.ZipFile(wheel).namelist()) == extension
+        wheel.unlink()
 
 
 def test_the_wheel_names_its_command_its_licence_and_its_extras(built: Path) -> None:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.errors import StoreAccessError
-from kvstore.files import open_file, open_unchecked, permit
+from kvstore.files import open_file, permit
 from kvstore.integrity import address_in_memory, crc32c
+from kvstore_zarr.calls import BlockFile, Then
 from kvstore_zarr.format import PAGE, PART_BYTES
 
 if TYPE_CHECKING:
@@ -121,7 +122,9 @@ def _probe(folder: Path, sample: Path) -> str | None:
 
 
 class BlockDevice:
-    """How the store opens block files and moves their bytes. Threads share one; calls release the GIL."""
+    """How the store opens block files and moves their bytes: all that it asks of the system for a block, or a part of a
+    large one, in one go (`calls`). Threads share one.
+    """
 
     def __init__(self, *, direct: bool) -> None:
         self.direct = direct
@@ -143,45 +146,53 @@ class BlockDevice:
             raise StoreAccessError(f"io=direct is not possible in {folder}: {reason}; use io=auto or io=buffered")
         return cls(direct=reason is None), reason
 
-    def create(self, path: str, mode: int) -> int:
-        """A descriptor of the new file `path`, whose permissions are `mode` less the umask until `finish`. Raises
-        FileExistsError and whatever open(2) says.
+    def create(self, path: str, mode: int, fd: int = -1) -> BlockFile:
+        """The file `path` that is to be written: a new one, whose permissions are `mode` less the umask until `finish`,
+        or one that is open for that already.
         """
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | self._flags, mode)
+        return BlockFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | self._flags, mode, fd)
 
-    def finish(self, fd: int, mode: int) -> int:
-        """What a written file occupies, in bytes; its permissions are `mode` from now on, if it is ours."""
-        status = os.fstat(fd)
-        if status.st_mode & 0o777 != mode:
-            permit(fd, mode)  # not left to the umask: the option says who may read
-        return status.st_blocks * 512
+    def finish(self, file: BlockFile, mode: int) -> int:
+        """What a file that was written occupies, in bytes; its permissions are `mode` from now on, if it is ours."""
+        if file.mode & 0o777 != mode:
+            permit(file.path, mode)  # not left to the umask: the option says who may read
+        return file.occupied
 
     def open(self, path: str, *, writable: bool = False) -> int:
         """A descriptor of the regular file `path`, for reading or also for overwriting it in place. As `open_file`."""
         return open_file(path, (os.O_RDWR if writable else os.O_RDONLY) | self._flags)
 
-    def open_unchecked(self, path: str) -> int:
-        """A descriptor of `path` for reading, as `kvstore.files.open_unchecked`."""
-        return open_unchecked(path, os.O_RDONLY | self._flags)
+    def look_into(self, path: str, frame: BlockFrame) -> BlockFile:
+        """The file `path` that is to be read, if it is one and has the size of a block: it is locked while it is open,
+        and nobody is waited for.
+        """
+        return BlockFile(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | self._flags, frame.file_bytes)
 
     def staging(self, frame: BlockFrame) -> NDArray[np.uint8]:
         """This thread's page-aligned memory for all of a file; valid until the thread's next transfer."""
         return self._scratch.staging(frame.file_bytes)
 
-    def write_file(self, fd: int, file: NDArray[np.uint8]) -> None:
-        """Write all of a file that stands in staging memory. Raises OSError, e.g. for a full disk."""
-        _write_all(fd, [file.data], 0)
+    def write_file(self, file: BlockFile, data: NDArray[np.uint8], *, sync: bool) -> None:
+        """As `write`, of a file that stands in staging memory."""
+        file.write(0, data, None, Then.END_SYNCED if sync else Then.END)
 
-    def read_file(self, fd: int, file: NDArray[np.uint8]) -> bool:
-        """Read all of a file into staging memory; False if it is too short."""
-        return _read_all(fd, [file.data], 0)
+    def read_file(self, file: BlockFile, data: NDArray[np.uint8], *, close: bool) -> bool:
+        """As `read`, into staging memory; whether it was read."""
+        return file.read(0, data, None, Then.END if close else Then.GO_ON)
 
     def write(
-        self, fd: int, frame: BlockFrame, payload: NDArray[np.uint8], seal: Callable[[NDArray[np.uint8], int], object]
+        self,
+        file: BlockFile,
+        frame: BlockFrame,
+        payload: NDArray[np.uint8],
+        seal: Callable[[NDArray[np.uint8], int], object],
+        *,
+        sync: bool,
     ) -> None:
         """Write all of a file: `payload`, and the closing, which `seal` fills when it is told the payload's checksum.
+        `sync`: down to the disk. It is unlocked and closed then.
 
-        Raises OSError, e.g. for a full disk.
+        Raises OSError, e.g. for a full disk: what is open is the caller's to close.
         """
         crc, closing = 0, self._scratch.closing
         for start, end in frame.parts:
@@ -192,60 +203,32 @@ class BlockDevice:
                 bounce = self._scratch.bounce[: body.nbytes]
                 np.copyto(bounce, body)
                 body = bounce
-            pieces = [body.data] if body.nbytes else []
             if end == frame.payload_bytes:
                 seal(closing, crc)
-                pieces.append(closing[: frame.closing].data)
-            _write_all(fd, pieces, start)
+                file.write(start, body, closing[: frame.closing], Then.END_SYNCED if sync else Then.END)
+            else:
+                file.write(start, body, None, Then.GO_ON)
 
-    def read(self, fd: int, frame: BlockFrame, payload: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], int] | None:
+    def read(
+        self, file: BlockFile, frame: BlockFrame, payload: NDArray[np.uint8], *, close: bool
+    ) -> tuple[NDArray[np.uint8], int] | None:
         """Read all of a file into `payload`: its closing, valid until this thread's next transfer, and the checksum of
-        what was read; None if the file is too short.
+        what was read; None if a step failed. `close`: and unlock it, when it was read; else it is the caller's.
         """
         crc, closing = 0, self._scratch.closing[: frame.closing]
         for start, end in frame.parts:
             part = payload[start:end]
             body = part[: frame.whole - start]
             bounce = self._scratch.bounce[: body.nbytes] if self._needs_bounce(body) else body
-            pieces = [bounce.data] if body.nbytes else []
-            if not _read_all(fd, [*pieces, closing.data] if end == frame.payload_bytes else pieces, start):
+            last = end == frame.payload_bytes
+            if not file.read(start, bounce, closing if last else None, Then.END if last and close else Then.GO_ON):
                 return None
             if bounce is not body:
                 np.copyto(body, bounce)
-            if end == frame.payload_bytes:
+            if last:
                 payload[frame.whole :] = closing[: frame.rest]
             crc = crc32c(part, crc)
         return closing, crc
 
     def _needs_bounce(self, body: NDArray[np.uint8]) -> bool:
         return self.direct and body.nbytes > 0 and address_in_memory(body) % PAGE != 0
-
-
-def _write_all(fd: int, pieces: list[memoryview], offset: int) -> None:
-    wanted = _bytes_in(pieces)
-    while (done := os.pwritev(fd, pieces, offset)) < wanted:
-        if done <= 0:
-            raise OSError(errno.EIO, f"a write of {wanted} bytes wrote none")
-        pieces, offset, wanted = _rest_of(pieces, done), offset + done, wanted - done
-
-
-def _read_all(fd: int, pieces: list[memoryview], offset: int) -> bool:
-    wanted = _bytes_in(pieces)
-    while (done := os.preadv(fd, pieces, offset)) < wanted:
-        if done <= 0:
-            return False
-        pieces, offset, wanted = _rest_of(pieces, done), offset + done, wanted - done
-    return True
-
-
-def _bytes_in(pieces: list[memoryview]) -> int:
-    return pieces[0].nbytes + (pieces[1].nbytes if len(pieces) > 1 else 0)  # a body and a closing, or one of them
-
-
-def _rest_of(pieces: list[memoryview], done: int) -> list[memoryview]:
-    rest: list[memoryview] = []
-    for piece in pieces:
-        if done < piece.nbytes:
-            rest.append(piece[done:])
-        done = max(0, done - piece.nbytes)
-    return rest

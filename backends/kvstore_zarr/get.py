@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import enum
 import errno
-import fcntl
-import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING
 from kvstore.catalog import address_of
 from kvstore.sealing import Unsealed
 from kvstore.types import GetOutcome
+from kvstore_zarr.calls import SIZE_DIFFERS, Step
 from kvstore_zarr.removal import inode_of, release, remove
 from kvstore_zarr.sealed import unseal_file
 from kvstore_zarr.tails import is_foreign
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
     from kvstore.sealing import Ring
     from kvstore.types import BlockKey
+    from kvstore_zarr.calls import BlockFile
     from kvstore_zarr.metadata import NamespaceTree
     from kvstore_zarr.tier import LocalTier
 
@@ -84,8 +84,8 @@ def _get(
     tier: LocalTier, tree: NamespaceTree, address: bytes, key: BlockKey, into: NDArray[np.uint8], ring: Ring | None
 ) -> GetOutcome:
     path = f"{tier.root}/{tree.block(key)}"
-    for _ in range(LOOKS):
-        look = _look(tier, tree, path, key, into, ring)
+    for number in range(LOOKS):
+        look = _look(tier, tree, path, key, into, ring, again=number > 0)
         if look is _Look.GOOD:
             return GetOutcome.HIT
         if look is _Look.UNREADABLE:
@@ -109,60 +109,73 @@ def _heal(tier: LocalTier, address: bytes, bad: _Bad) -> GetOutcome:
 
 
 def _look(
-    tier: LocalTier, tree: NamespaceTree, path: str, key: BlockKey, into: NDArray[np.uint8], ring: Ring | None
+    tier: LocalTier,
+    tree: NamespaceTree,
+    path: str,
+    key: BlockKey,
+    into: NDArray[np.uint8],
+    ring: Ring | None,
+    *,
+    again: bool,
 ) -> _Look | _Bad:
-    """Read the file once: what was found."""
+    """Read the file once: what was found. `again`: have it open until that is clear."""
+    file = tier.device.look_into(path, tree.frames[key.group])
     try:
-        fd = tier.device.open_unchecked(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return _Bad(None, GetOutcome.MISS)
-    except OSError as error:
-        if error.errno in _OUT_OF_RESOURCES:
-            raise
-        inode = inode_of(path)  # no file of ours, or one that cannot be had
-        return _Bad(inode, GetOutcome.MISS if inode is None else GetOutcome.CORRUPT)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return _Look.BUSY
-        status = os.fstat(fd)  # what is no regular file has not the size of a block, or cannot be read
-        found = _read(tier, tree, fd, status.st_size, key, into, ring)
-        if found is Unsealed.DAMAGED and is_foreign(path):
-            found = Unsealed.UNKNOWN
+        found = _read(tier, tree, file, key, into, ring, close=not again)
         if found is Unsealed.GOOD:
             return _Look.GOOD
+        if file.step == Step.OPEN:
+            return _not_opened(path, file)
+        if file.step == Step.LOCK and file.error == errno.EWOULDBLOCK:
+            return _Look.BUSY
+        if file.error not in (0, SIZE_DIFFERS) and file.step != Step.MOVE:
+            raise file.failure()
         # A file that another put has taken over since it was opened is no damage: look at the name again.
-        if inode_of(path) != status.st_ino:
+        if inode_of(path) != file.inode:
             return _Look.CHANGED
-        if found is Unsealed.UNKNOWN:
+        if found is Unsealed.UNKNOWN or (found is Unsealed.DAMAGED and is_foreign(path)):
             return _Look.UNREADABLE
-        return _Bad(status.st_ino, GetOutcome.CORRUPT if found is Unsealed.DAMAGED else GetOutcome.MISS)
+        if file.fd < 0:  # a file that came meanwhile may have got the inode
+            return _Look.CHANGED
+        return _Bad(file.inode, GetOutcome.CORRUPT if found is Unsealed.DAMAGED else GetOutcome.MISS)
     finally:
-        release(fd)
+        if file.fd >= 0:
+            release(file.fd)
+
+
+def _not_opened(path: str, file: BlockFile) -> _Bad:
+    if file.error in (errno.ENOENT, errno.ENOTDIR):
+        return _Bad(None, GetOutcome.MISS)
+    if file.error in _OUT_OF_RESOURCES:
+        raise file.failure()
+    inode = inode_of(path)  # no file of ours, or one that cannot be had
+    return _Bad(inode, GetOutcome.MISS if inode is None else GetOutcome.CORRUPT)
 
 
 def _read(
-    tier: LocalTier, tree: NamespaceTree, fd: int, size: int, key: BlockKey, into: NDArray[np.uint8], ring: Ring | None
+    tier: LocalTier,
+    tree: NamespaceTree,
+    file: BlockFile,
+    key: BlockKey,
+    into: NDArray[np.uint8],
+    ring: Ring | None,
+    *,
+    close: bool,
 ) -> Unsealed:
     """Read the file into the caller's buffer, opened if it is sealed; of what is not, `GOOD` or `DAMAGED`."""
-    if size != tree.frames[key.group].file_bytes:
-        return Unsealed.DAMAGED
-    try:
-        if ring is None:
-            return Unsealed.GOOD if _is_intact(tier, tree, fd, key, into) else Unsealed.DAMAGED
-        file = tier.device.staging(tree.frames[key.group])
-        return unseal_file(file, tree, key, into, ring) if tier.device.read_file(fd, file) else Unsealed.DAMAGED
-    except OSError:  # a bad sector, say: this block cannot be had
-        return Unsealed.DAMAGED
-
-
-def _is_intact(tier: LocalTier, tree: NamespaceTree, fd: int, key: BlockKey, into: NDArray[np.uint8]) -> bool:
     frame = tree.frames[key.group]
-    read = tier.device.read(fd, frame, into)
-    if read is None:
-        return False
-    closing, crc = read
+    if ring is not None:
+        sealed = tier.device.staging(frame)
+        read = tier.device.read_file(file, sealed, close=close)
+        return unseal_file(sealed, tree, key, into, ring) if read else Unsealed.DAMAGED
+    closing = tier.device.read(file, frame, into, close=close)
+    return Unsealed.GOOD if closing is not None and _is_intact(tree, key, into, *closing) else Unsealed.DAMAGED
+
+
+def _is_intact(
+    tree: NamespaceTree, key: BlockKey, into: NDArray[np.uint8], closing: NDArray[np.uint8], crc: int
+) -> bool:
+    frame = tree.frames[key.group]
     facts = frame.facts(closing)
     if facts is None or facts.key != key or facts.fingerprint != tree.namespace.fingerprint:
         return False

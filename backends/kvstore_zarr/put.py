@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from kvstore.catalog import Change, Intent
     from kvstore.sealing import DataKey, Sealer
+    from kvstore_zarr.calls import BlockFile
     from kvstore_zarr.eviction import Held
     from kvstore_zarr.metadata import NamespaceTree
     from kvstore_zarr.tier import LocalTier
@@ -310,49 +311,47 @@ class PutJob:
             unique = f"{os.path.basename(block.draft)}-document"
             self._tier.folders.make(self._tree, block.write.key, unique=unique, again=again)
 
-    def _create(self, block: _Block) -> int:
-        self._make_folder(block)
-        try:
-            return self._tier.device.create(block.draft, self._tier.mode)
-        except FileNotFoundError:  # somebody removed the folder behind our back
-            self._make_folder(block, again=True)
-            return self._tier.device.create(block.draft, self._tier.mode)
-
     def _write(self, block: _Block, fd: int) -> None:
         """Write a block's draft, over the recycled file `fd` if there is one, or make it, and its folder."""
+        tier = self._tier
+        file = tier.device.create(block.draft, tier.mode, fd)
+        try:
+            if fd < 0:
+                self._make_folder(block)
+            try:
+                self._fill(block, file)
+            except FileNotFoundError:  # somebody removed the folder behind our back
+                self._make_folder(block, again=True)
+                self._fill(block, file)
+            block.size = tier.device.finish(file, tier.mode)
+        except OSError as error:
+            fd, file.fd = file.fd, -1
+            erase_draft(fd, block.draft)
+            block.outcome = _outcome_of(error)
+        finally:
+            if file.fd >= 0:
+                release(file.fd)
+        steps.checkpoint("written")
+
+    def _fill(self, block: _Block, file: BlockFile) -> None:
         tier, tree, key = self._tier, self._tree, block.write.key
         if tree is None:
             return
-        let_go = release if fd >= 0 else os.close  # nobody has a lock on a file that is new
-        try:
-            frame = tree.frames[key.group]
-            if fd < 0:
-                fd = self._create(block)
-            steps.checkpoint("created")
-            block.created = now_ns()
-            facts = BlockFacts(
-                tree.namespace.fingerprint, key, block.payload.nbytes, block.generation, block.created,
-                block.write.position, block.write.parent,
+        frame = tree.frames[key.group]
+        block.created = now_ns()
+        facts = BlockFacts(
+            tree.namespace.fingerprint, key, block.payload.nbytes, block.generation, block.created,
+            block.write.position, block.write.parent,
+        )  # fmt: skip
+        if block.data_key is None:
+            tier.device.write(
+                file, frame, block.payload, lambda closing, crc: frame.seal(closing, block.payload, facts, crc),
+                sync=tier.durable,
             )  # fmt: skip
-            if block.data_key is None:
-                tier.device.write(
-                    fd, frame, block.payload, lambda closing, crc: frame.seal(closing, block.payload, facts, crc)
-                )
-            else:
-                file = tier.device.staging(frame)
-                seal_file(file, frame, block.payload, facts, block.data_key)
-                tier.device.write_file(fd, file)
-            if tier.durable:
-                os.fsync(fd)
-            block.size = tier.device.finish(fd, tier.mode)
-        except OSError as error:
-            erase_draft(fd, block.draft)
-            fd = -1
-            block.outcome = _outcome_of(error)
-        finally:
-            if fd >= 0:
-                let_go(fd)
-        steps.checkpoint("written")
+        else:
+            sealed = tier.device.staging(frame)
+            seal_file(sealed, frame, block.payload, facts, block.data_key)
+            tier.device.write_file(file, sealed, sync=tier.durable)
 
     def _publish(self, intent: Intent, written: Sequence[_Block]) -> None:
         tier = self._tier

@@ -162,21 +162,17 @@ class _Job:
             self._tree.namespace.fingerprint, block.key, block.payload.nbytes, entry.generation, entry.created,
             entry.position, entry.parent,
         )  # fmt: skip
+        sealed = tier.device.staging(frame)
+        seal_file(sealed, frame, block.payload, facts, block.data_key)
+        file = tier.device.create(block.draft, tier.mode)
         try:
-            fd = tier.device.create(block.draft, tier.mode)
-            try:
-                steps.checkpoint("created")
-                file = tier.device.staging(frame)
-                seal_file(file, frame, block.payload, facts, block.data_key)
-                tier.device.write_file(fd, file)
-                if tier.durable:
-                    os.fsync(fd)
-                block.size = tier.device.finish(fd, tier.mode)
-            finally:
-                os.close(fd)
+            tier.device.write_file(file, sealed, sync=tier.durable)
+            block.size = tier.device.finish(file, tier.mode)
         except OSError:
-            block.size = 0
             erase(block.draft)
+        finally:
+            if file.fd >= 0:
+                os.close(file.fd)
         steps.checkpoint("written")
 
     def _replace(self, written: Sequence[_Block]) -> None:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["STEPS", "checkpoint"]
 
-STEPS = ("planned", "reserved", "removed", "created", "written", "renamed", "published")
-"""In the order in which a put of blocks that need room passes them; `created` to `written` once for each block."""
+STEPS = ("planned", "reserved", "removed", "written", "renamed", "published")
+"""In the order in which a put of blocks that need room passes them; `written` once for each block."""
 
 
 def _pass_by(step: str) -> None:

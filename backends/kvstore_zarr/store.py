@@ -27,6 +27,7 @@ from kvstore.sealing import SEALING
 from kvstore.tombs import refused_until
 from kvstore.types import GetOutcome, PutOutcome, ResealOutcome, Usage
 from kvstore.url import CAPACITY, DURABILITY, IO, KEEP_FREE, MODE, READONLY, Option, TierURL, boolean, local_path
+from kvstore_zarr import calls
 from kvstore_zarr.expiry import take_back, take_out
 from kvstore_zarr.format import PAGE
 from kvstore_zarr.get import get_blocks
@@ -101,7 +102,11 @@ class LocalZarrStore(BlockStore):
             can_hang=False,
             io="direct" if self._tier.device.direct else "buffered",
             alignment=PAGE if self._tier.device.direct else 1,
-            notes=(*(() if reason is None else (f"I/O goes through the page cache: {reason}",)), *self._tier.notes()),
+            notes=(
+                *(() if reason is None else (f"I/O goes through the page cache: {reason}",)),
+                f"client: {calls.how}",
+                *self._tier.notes(),
+            ),
             marks=True,
             uses=True,
             tombstones=True,

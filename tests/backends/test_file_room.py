@@ -17,6 +17,7 @@ import kvstore_zarr.get
 import kvstore_zarr.steps
 from kvstore import BlockLayout, GetOutcome, PutOutcome, open_store
 from kvstore.testing.supply import KIB, MIB, SPACE, get, key, keys, write, writes
+from kvstore_zarr import calls
 from kvstore_zarr.put import DISK_HEADROOM
 from kvstore_zarr.removal import remove
 
@@ -158,21 +159,22 @@ def test_a_file_that_a_put_took_over_while_it_was_being_opened_is_looked_at_agai
     with tier.open() as store:
         store.put_many(SMALL, [write(0, SMALL)])
         path = raw.file_of(tier, (SMALL, key(0)))
-        device = store._tier.device  # type: ignore[attr-defined]
-        opened: list[int] = []
+        opened: list[str] = []
 
-        def overtaken(name: str) -> int:
-            fd: int = device_open(name)
-            if not opened:
+        def overtaken(name: str, *flags: int) -> int:
+            fd = os_open(name, *flags)
+            if name == str(path):
+                opened.append(name)
+            if opened == [name]:
                 again = path.with_suffix(".again")
                 again.write_bytes(path.read_bytes())
                 os.truncate(path, 0)
                 again.rename(path)
-            opened.append(fd)
             return fd
 
-        device_open = device.open_unchecked
-        monkeypatch.setattr(type(device), "open_unchecked", lambda _, name: overtaken(name))
+        os_open = os.open
+        monkeypatch.setattr(calls, "move", calls.move_in_python)
+        monkeypatch.setattr(os, "open", overtaken)
         assert get(store, [0], SMALL) == [GetOutcome.HIT]
         assert len(opened) == 2
 

@@ -139,7 +139,7 @@ def test_a_purge_while_it_is_written_wins(url: str, sealing_kind: str, monkeypat
         store.contains_many(SPACE, [key(1)])  # it has just looked for tombstones
 
         def act(*args: Any, **options: Any) -> Any:
-            if not purged and (args[0] == "created" if isinstance(args[0], str) else True):
+            if not purged and (args[0] == "written" if isinstance(args[0], str) else True):
                 purged.append(False)
                 purged[:] = other.purge_many(SPACE, [key(1)])
             return real(*args, **options)
@@ -267,8 +267,8 @@ def test_a_file_of_another_size_is_counted(file_url: str, monkeypatch: pytest.Mo
     with LocalZarrStore(TierURL.parse(file_url).validated(LocalZarrStore.options)) as store:
         used, finish = store.usage().used, store._tier.device.finish
 
-        def in_pieces(fd: int, mode: int) -> int:
-            return finish(fd, mode) + 4096
+        def in_pieces(*arguments: Any) -> int:
+            return finish(*arguments) + 4096
 
         monkeypatch.setattr(store._tier.device, "finish", in_pieces)
         assert write_again(store, [1, 2]) == [RESEALED] * 2

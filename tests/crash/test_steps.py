@@ -17,6 +17,7 @@ from worker import SPACE, block_key, expected
 
 import kvstore_zarr.steps
 from kvstore import BlockRead, BlockWrite, GetOutcome, PutOutcome, open_store
+from kvstore_zarr import calls
 from kvstore_zarr.steps import STEPS
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def die_around(url: str, verb: str, call: str, times: int, after: bool) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
+    calls.move = calls.move_in_python
     with open_store(url, capacity=CAPACITY) as store:
         setattr(os, call, fatal)
         if verb == "put":
@@ -117,8 +119,8 @@ def test_whoever_dies_there_leaves_whole_blocks_and_no_debt(tmp_path: Path, step
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
     ("verb", "call"),
-    [("put", "rename"), ("put", "unlink"), ("put", "ftruncate"), ("put", "pwritev"), ("delete", "unlink"),
-     ("delete", "ftruncate")],
+    [("put", "rename"), ("put", "unlink"), ("put", "ftruncate"), ("put", "pwritev"), ("put", "fstat"), ("put", "close"),
+     ("delete", "unlink"), ("delete", "ftruncate")],
 )  # fmt: skip
 def test_whoever_dies_around_a_system_call_leaves_whole_blocks_and_no_debt(
     tmp_path: Path, verb: str, call: str, after: bool, times: int

@@ -1,0 +1,307 @@
+"""What a block asks of the system in one go: the same from C and from Python; and which of them is used when."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import importlib.util
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore_zarr import calls, compiling
+from kvstore_zarr.calls import SIZE_DIFFERS, TOO_SHORT, BlockFile, Step, Then, move_in_python
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from numpy.typing import NDArray
+
+pytestmark = pytest.mark.usefixtures("executor")
+NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
+NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+READ = os.O_RDONLY | os.O_CLOEXEC
+
+
+def filled(nbytes: int, seed: int = 1) -> NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def empty(nbytes: int) -> NDArray[np.uint8]:
+    return np.zeros(nbytes, np.uint8)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file of 10 000 bytes."""
+    (tmp_path / "file").write_bytes(filled(10_000).tobytes())
+    return tmp_path / "file"
+
+
+def failed(file: BlockFile) -> tuple[int, int, bool]:
+    """How a file failed, and whether it is open still, which it is not after this."""
+    is_open = file.fd >= 0
+    if is_open:
+        os.close(file.fd)
+    return file.error, file.step, is_open
+
+
+def test_a_file_is_written_and_read_back_in_two_pieces_and_parts(tmp_path: Path) -> None:
+    path, before = tmp_path / "ümlaut", descriptors()
+    for then in (Then.END, Then.END_SYNCED):
+        file = BlockFile(str(path), NEW, 0o640)
+        file.write(0, filled(4096), None, Then.GO_ON)
+        assert file.fd >= 0
+        file.write(4096, filled(904, 2), filled(300, 3), then)
+        status = path.stat()
+        assert (file.mode, file.occupied, file.inode) == (status.st_mode, status.st_blocks * 512, status.st_ino)
+        assert status.st_mode & 0o777 == 0o640
+        again = BlockFile(str(path), READ, 5300)
+        first, second, closing = empty(4096), empty(904), empty(300)
+        assert again.read(0, first, None, Then.GO_ON)
+        with path.open("rb") as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert again.read(4096, second, closing, Then.END)
+        assert (again.mode, again.occupied, again.inode) == (status.st_mode, status.st_blocks * 512, status.st_ino)
+        assert [filled(4096).tobytes(), filled(904, 2).tobytes(), filled(300, 3).tobytes()] == [
+            piece.tobytes() for piece in (first, second, closing)
+        ]
+        assert (file.fd, again.fd, descriptors()) == (-1, -1, before)
+        path.unlink()
+
+
+def test_a_file_that_is_open_is_written_over_and_unlocked(path: Path) -> None:
+    fd = os.open(path, os.O_RDWR)
+    twin = os.dup(fd)  # as a child's, that was forked meanwhile
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    file = BlockFile(str(path), NEW, 0o600, fd)
+    file.write(0, filled(10_000, 2), empty(0), Then.END)
+    with path.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(twin)
+    assert path.read_bytes() == filled(10_000, 2).tobytes()
+
+
+def test_what_is_no_block_is_told_by_the_step_that_failed(path: Path) -> None:
+    missing = BlockFile(f"{path}/none", READ, 1)
+    assert not missing.read(0, empty(1), None, Then.END)
+    assert failed(missing) == (errno.ENOTDIR, Step.OPEN, False)
+    assert isinstance(missing.failure(), NotADirectoryError)
+    with pytest.raises(FileExistsError):
+        BlockFile(str(path), NEW, 0o600).write(0, filled(1), None, Then.END)
+    other = BlockFile(str(path), READ, 10_001)
+    assert not other.read(0, empty(1), None, Then.END)
+    assert other.inode == path.stat().st_ino
+    assert failed(other) == (SIZE_DIFFERS, Step.EXPECT, True)
+    short = BlockFile(str(path), READ, 10_000)
+    assert not short.read(9000, empty(500), empty(501), Then.END)
+    assert failed(short) == (TOO_SHORT, Step.MOVE, True)
+    with path.open("rb") as locked:
+        fcntl.flock(locked, fcntl.LOCK_EX)
+        busy = BlockFile(str(path), READ, 10_000)
+        assert not busy.read(0, empty(1), None, Then.END)
+        assert failed(busy) == (errno.EWOULDBLOCK, Step.LOCK, True)
+
+
+def test_a_file_that_stays_open_is_read_and_locked_until_it_is_closed(path: Path) -> None:
+    file, into = BlockFile(str(path), READ, 10_000), empty(10_000)
+    assert file.read(0, into, None, Then.GO_ON)
+    assert into.tobytes() == path.read_bytes()
+    with path.open("rb") as other:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(file.fd)
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_reads_that_bring_less_are_gone_on_with() -> None:
+    source = Path("/proc/kallsyms")  # gives some pages at a time
+    expected = source.read_bytes()[: 1 << 18] if source.exists() else b""
+    if len(expected) < 1 << 18:
+        pytest.skip("no such file here")
+    first, second = empty(100_001), empty((1 << 18) - 100_001)
+    assert BlockFile(str(source), READ, 0).read(0, first, second, Then.END)
+    assert first.tobytes() + second.tobytes() == expected
+
+
+def test_writes_that_take_less_are_gone_on_with(tmp_path: Path) -> None:
+    file = BlockFile(str(tmp_path / "file"), NEW, 0o600)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            file.write(0, filled(4000), filled(4000, 2), Then.END)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert failed(file) == (errno.EFBIG, Step.MOVE, True)
+    assert (tmp_path / "file").read_bytes() == filled(4000).tobytes() + filled(4000, 2)[:1000].tobytes()
+
+
+def test_a_full_device_and_a_lack_of_descriptors_are_told(path: Path) -> None:
+    full = BlockFile("/dev/full", os.O_WRONLY, 0)
+    with pytest.raises(OSError, match="No space left"):
+        full.write(0, filled(10), None, Then.END)
+    assert failed(full) == (errno.ENOSPC, Step.MOVE, True)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = os.open(path, os.O_RDONLY)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held + 1, hard))
+    try:
+        file = BlockFile(str(path), READ, 10_000)
+        assert not file.read(0, empty(1), None, Then.END)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        os.close(held)
+    assert failed(file) == (errno.EMFILE, Step.OPEN, False)
+
+
+@given(
+    writing=st.booleans(), there=st.sampled_from([None, 0, 5000, 9000]), number=st.sampled_from([0, 5000, 9000]),
+    flags=st.sampled_from([READ, NEW, os.O_RDWR, os.O_WRONLY]), offset=st.integers(0, 9000),
+    sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=2), then=st.sampled_from(Then), is_open=st.booleans(),
+)  # fmt: skip
+def test_c_and_python_come_to_the_same(tmp_path_factory: pytest.TempPathFactory, **case: Any) -> None:
+    if calls.move is move_in_python:
+        return  # once is enough
+    assert came_to(tmp_path_factory.mktemp("c"), calls.move, **case) == came_to(
+        tmp_path_factory.mktemp("python"), move_in_python, **case
+    )
+
+
+def came_to(
+    root: Path, move: calls.Move, *, writing: bool, there: int | None, number: int, flags: int, offset: int,
+    sizes: list[int], then: int, is_open: bool,
+) -> list[Any]:  # fmt: skip
+    path, before = root / "file", descriptors()
+    if there is not None:
+        path.write_bytes(filled(there, 5).tobytes())
+    fd = os.open(path, os.O_RDWR) if is_open and there is not None else -1
+    pieces = [filled(nbytes, nbytes) for nbytes in sizes] + [None]
+    error, step, left, mode, occupied, inode = move(
+        writing, fd, str(path), flags, number, offset, pieces[0], pieces[1], then
+    )
+    if left >= 0:
+        os.close(left)
+    assert descriptors() == before
+    assert inode in (0, path.stat().st_ino if path.exists() else 0)
+    return [
+        error, step, left >= 0, mode, occupied, [piece.tobytes() for piece in pieces if piece is not None],
+        path.read_bytes() if path.exists() and path.stat().st_mode & 0o400 else None,
+    ]  # fmt: skip
+
+
+# Which of them
+
+
+@NEEDS_COMPILER
+def test_an_extension_of_this_source_is_used_unless_it_is_not_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen(tmp_path, monkeypatch, "-Werror")
+    assert "from C" in calls._choose()[1]
+    monkeypatch.setenv("KVSTORE_CALLS", "python")
+    move, how = calls._choose()
+    assert move is move_in_python
+    assert "KVSTORE_CALLS=python" in how
+
+
+@NEEDS_COMPILER
+def test_an_extension_of_other_source_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / "other.c"
+    other.write_bytes(compiling.SOURCE.read_bytes() + b"\n")
+    chosen(tmp_path, monkeypatch, source=other)
+    move, how = calls._choose()
+    assert move is move_in_python
+    assert "other source" in how
+
+
+def chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str, **options: Path) -> None:
+    """Compile, and let that be what is imported."""
+    assert compiling.compile_extension(tmp_path / "_calls.abi3.so", *flags, **options) is None
+    spec = importlib.util.spec_from_file_location("kvstore_zarr._calls", tmp_path / "_calls.abi3.so")
+    assert spec is not None
+    assert spec.loader is not None
+    module: ModuleType = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.delenv("KVSTORE_CALLS", raising=False)
+    monkeypatch.setattr(calls, "importlib", SimpleNamespace(import_module=lambda _: module))
+
+
+def test_without_a_compiler_there_is_no_extension_and_python_does_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    assert "no C compiler" in str(compiling.compile_extension(tmp_path / "none.so"))
+    monkeypatch.setenv("CC", "false")
+    assert "failed" in str(compiling.compile_extension(tmp_path / "none.so"))
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.delenv("KVSTORE_CALLS", raising=False)
+    monkeypatch.setitem(sys.modules, "kvstore_zarr._calls", None)  # as one that cannot be imported
+    move, how = calls._choose()
+    assert move is move_in_python
+    assert "without a C compiler" in how
+
+
+SANITIZED = """
+import errno, fcntl, os, sys
+import importlib.machinery, importlib.util
+loader = importlib.machinery.ExtensionFileLoader("_calls", sys.argv[1])
+module = importlib.util.module_from_spec(importlib.util.spec_from_loader("_calls", loader))
+loader.exec_module(module)
+path, new, move = sys.argv[2], os.O_RDWR | os.O_CREAT, module.move
+first, second = bytearray(b"a" * 5000), bytearray(b"b" * 300)
+references = [sys.getrefcount(held) for held in (path, first, second)]
+for _ in range(50):
+    error, step, fd, *_ = move(True, -1, path, new, 0o600, 0, first, None, 0)
+    assert (error, move(True, fd, path, 0, 0, 5000, second, bytes(10), 2)[:3]) == (0, (0, 7, -1))
+    assert move(False, -1, path, os.O_RDONLY, 5310, 0, first, second, 1)[:3] == (0, 7, -1)
+    error, step, fd, *_ = move(False, -1, path, os.O_RDONLY, 5310, 5000, first, None, 1)
+    os.close(fd)
+    assert (error, step) == (errno.ENODATA, 3)
+    error, step, fd, *_ = move(False, -1, path, os.O_RDONLY, 1, 0, first, None, 1)
+    os.close(fd)
+    assert (error, step) == (errno.EBADMSG, 2)
+    assert move(True, -1, path + "/x", new, 0o600, 0, first, None, 1)[:3] == (errno.ENOTDIR, 0, -1)
+    for bad in ((1,), (False, -1, path, 0, 0, 0, b"read-only", None, 1), (False, -1, path, 0, 0, 0, first, 5, 1)):
+        try:
+            move(*bad)
+        except (TypeError, BufferError):
+            pass
+        else:
+            raise AssertionError(bad)
+bad, before = None, sys.getallocatedblocks()
+for _ in range(1000):
+    move(True, -1, path + "/x", new, 0o600, 0, first, None, 1)
+assert sys.getallocatedblocks() < before + 100
+assert [sys.getrefcount(held) for held in (path, first, second)] == references
+first.clear(), second.clear()  # which nobody has a buffer of
+"""
+
+
+@NEEDS_COMPILER
+def test_the_sanitizers_find_nothing(tmp_path: Path) -> None:
+    if calls.move is move_in_python:
+        return  # once is enough
+    extension = tmp_path / "_calls.abi3.so"
+    if compiling.compile_extension(extension, "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"):
+        pytest.skip("this compiler has no sanitizers")
+    runtime = subprocess.run(["cc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", SANITIZED, str(extension), str(tmp_path / "file")],
+        env=os.environ | {"LD_PRELOAD": runtime.strip(), "ASAN_OPTIONS": "detect_leaks=0"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
