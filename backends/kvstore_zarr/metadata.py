@@ -48,6 +48,7 @@ __all__ = [
     "parse_namespace",
     "read_document",
     "read_namespace",
+    "seal_said_by_array",
 ]
 
 METADATA_NAME = "zarr.json"
@@ -84,6 +85,11 @@ class NamespaceTree:
         self._of_arrays = tuple(_dump(self._array_document(layout)) for layout in namespace.layouts)
         self._groups = tuple(f"{namespace.name}/g{group}" for group in range(len(namespace.layouts)))
         self._documents: dict[str, dict[str, bytes]] = {}
+
+    @property
+    def manifest(self) -> bytes:
+        """The text of the namespace's document."""
+        return self._of_namespace
 
     def group_folder(self, group: int) -> str:
         """The folder of a KV-cache group's arrays."""
@@ -140,13 +146,11 @@ class NamespaceTree:
 
     def is_contradicted(self, root: Path) -> bool:
         """Whether the manifest says of how blocks are sealed what none of the arrays that stand below `root` says."""
-        said = set[str]()
+        said = set[str | None]()
         for path in self.all_documents(root):
-            with suppress(OSError, ValueError, LookupError, TypeError):
-                (sharding,) = json.loads(read_document(root / path))["codecs"]
-                codecs = {codec["name"]: codec for codec in sharding["configuration"]["codecs"]}
-                sealed = codecs.get(SEAL_CODEC)
-                said.add(PLAIN if sealed is None else sealed["configuration"]["keyring"])
+            with suppress(OSError):
+                said.add(seal_said_by_array(read_document(root / path)))
+        said.discard(None)
         return bool(said) and self.seal not in said
 
     def _namespace_document(self) -> dict[str, Any]:
@@ -187,6 +191,17 @@ class NamespaceTree:
         }
 
 
+def seal_said_by_array(data: bytes) -> str | None:
+    """How an array's document says that its blocks are sealed, as `NamespaceTree.seal`; None where it says nothing."""
+    try:
+        (sharding,) = json.loads(data)["codecs"]
+        codecs = {codec["name"]: codec for codec in sharding["configuration"]["codecs"]}
+        sealed = codecs.get(SEAL_CODEC)
+        return PLAIN if sealed is None else str(sealed["configuration"]["keyring"])
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+
+
 def read_namespace(folder: Path, seal: str | None = None) -> NamespaceTree | None:
     """The namespace whose blocks are below `folder`, from its manifest; None where that is no kvstore namespace.
 
@@ -206,8 +221,8 @@ def read_namespace(folder: Path, seal: str | None = None) -> NamespaceTree | Non
 
 
 _REMEDY = (
-    "kvstore verify --repair writes that of a local tier anew; elsewhere remove this document (the next put writes it"
-    " anew), restore it, or move its folder away"
+    "kvstore verify --repair writes that of a local tier anew, elsewhere the next store into the namespace does; or"
+    " restore it, or move its folder away"
 )
 
 

@@ -14,6 +14,7 @@ from kvstore_zarr.metadata import read_document, read_namespace
 from kvstore_zarr.reindex import reindex
 
 if TYPE_CHECKING:
+    from kvstore_zarr.metadata import NamespaceTree
     from kvstore_zarr.tier import LocalTier
 
 __all__ = ["repair", "write_documents"]
@@ -43,12 +44,17 @@ def write_documents(tier: LocalTier) -> int:
     for namespace in namespaces:
         if not (tier.root / namespace.name).is_dir() or _is_of_another_format(tier, namespace.name):
             continue
-        documents = tier.tree(namespace).all_documents(tier.root)
-        wrong = {path: text for path, text in documents.items() if _text(tier, path) != text}
+        wrong = _wrong(tier, tier.tree(namespace))
         tier.folders.rewrite(wrong, unique=f"{tier.presence.lease.hex()}-repair")
         tier.serve_again(namespace.name)
         written += len(wrong)
     return written
+
+
+def _wrong(tier: LocalTier, tree: NamespaceTree) -> dict[str, bytes]:
+    """The documents that are not what they must be: path to text."""
+    documents = tree.all_documents(tier.root)
+    return {path: text for path, text in documents.items() if _text(tier, path) != text}
 
 
 def _is_of_another_format(tier: LocalTier, name: str) -> bool:

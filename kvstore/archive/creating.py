@@ -23,6 +23,7 @@ from kvstore.archive.compression import Compression
 from kvstore.archive.document import DRAFT_NAME, MANIFEST_NAME, ArchiveInfo, Manifest, Segment, Stored, plan_of, silent
 from kvstore.archive.errors import ArchiveExistsError, SelectionError
 from kvstore.archive.nodes import METADATA_NAME, GridAxes, block_document, dump, group_document, small_array
+from kvstore.archive.overlapping import check_apart, check_in_no_tier
 from kvstore.archive.packing import Packing, ShardInMaking, page_memory, room_for
 from kvstore.archive.places import ArchivePlace
 from kvstore.archive.removing import check_not_held, sweep
@@ -86,6 +87,8 @@ def create(
     more; a `ConfigurationError` or a `StoreOpenError` for the URL; `TierUnavailable`.
     """
     place = ArchivePlace.of(archive_url, name)
+    check_apart(place, store.url)
+    check_in_no_tier(place)
     if store.capabilities.sealed and not plaintext:
         raise ConfigurationError(
             f"{store.url} is encrypted, and archives are not: say --plaintext (plaintext=True) if its blocks may stand"

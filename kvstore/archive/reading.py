@@ -131,7 +131,7 @@ class Archive:
         self.info = manifest.info(str(place), place.name)
         self.namespace: Namespace = manifest.namespace
         self.manifest = manifest
-        self._place, self._client = place, client
+        self.place, self._client = place, client
         self.packings = tuple(
             Packing(layout, group, segment.room, manifest.plan, manifest.compression)
             for group, (layout, segment) in enumerate(zip(self.namespace.layouts, manifest.segments, strict=True))
@@ -189,13 +189,13 @@ class Archive:
     def _small(self, path: str, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
         data = self._checked(path)
         if data is None:
-            raise ArchiveDamagedError(f"{self._place}: {path} is damaged or missing: remove it, and archive anew")
+            raise ArchiveDamagedError(f"{self.place}: {path} is damaged or missing: remove it, and archive anew")
         return small_values(data, dtype, shape)
 
     def _checked(self, path: str) -> bytes | None:
         """An object whose bytes are those that were written; None where they are not."""
         stored = self.manifest.objects.get(path)
-        with self._place.explained():
+        with self.place.explained():
             data = self._client.get(path)
         if stored is None or data is None:
             return None
@@ -206,7 +206,7 @@ class Archive:
 
     def load(self, shard: Shard) -> LoadedShard:
         """Read one shard into memory: `blocks` gives what is intact of it."""
-        with self._place.explained():
+        with self.place.explained():
             data = self._client.get(shard.path)
         raw = np.frombuffer(b"", np.uint8) if data is None else as_bytes(data)
         stored = self.manifest.objects.get(shard.path)
@@ -308,7 +308,7 @@ class Archive:
             loaded = self._loaded(shard)
             data = loaded.data[span].tobytes() if loaded.whole else None
         if data is None:
-            raise ArchiveDamagedError(f"{self._place}: {path} is damaged or missing")
+            raise ArchiveDamagedError(f"{self.place}: {path} is damaged or missing")
         return data
 
     def close(self) -> None:
@@ -326,4 +326,4 @@ class Archive:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Archive {self._place}>"
+        return f"<Archive {self.place}>"

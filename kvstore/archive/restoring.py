@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvstore.archive.creating import READERS
 from kvstore.archive.document import silent
 from kvstore.archive.matching import check_namespace, check_one_of
+from kvstore.archive.overlapping import check_apart
 from kvstore.archive.reading import Archive, open_archive
 from kvstore.errors import ConfigurationError, StoreFullError
 from kvstore.marks import Mark, MarkOutcome
@@ -88,8 +89,8 @@ def restore(
     `progress` is told of numbers of blocks that are done. Memory: two shards, about 128 MiB.
 
     Raises what `open_archive` raises, `StoreFullError` for a tier whose capacity is less than the archive,
-    `ConfigurationError` where it keeps no marks and is to, or the archive has no label to pin by, and what the store
-    raises.
+    `ConfigurationError` where it keeps no marks and is to, or the archive has no label to pin by, or archive and tier
+    stand in each other, and what the store raises.
     """
     with open_archive(archive_url) as archive:
         if namespace is not None:
@@ -131,6 +132,7 @@ def restore_archive(
     stopped: Callable[[], bool] | None = None,
 ) -> RestoreReport:
     """`restore` of an open archive; `stopped` is asked between shards whether to end early."""
+    check_apart(archive.place, store.url)
     mark = _mark_of(archive, store, tenant, pin)
     capacity = store.usage().capacity
     if capacity is not None and archive.info.nbytes > capacity:

@@ -6,6 +6,7 @@ tells whether the store honours a put that must not overwrite: what was just sto
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.objects.faults import Kind, RequestFailed
-from kvstore_zarr.metadata import METADATA_NAME, parse_namespace
+from kvstore_zarr.metadata import METADATA_NAME, parse_namespace, seal_said_by_array
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,6 +30,9 @@ __all__ = ["Documents"]
 
 BELIEVED_S = 600.0
 """A document is looked after again: the rules of a bucket's lifecycle remove old objects, these as well."""
+
+
+_ARRAY = re.compile(r"g[0-9]+/[0-9a-f]{2}/zarr\.json")
 
 
 class Documents:
@@ -75,6 +79,21 @@ class Documents:
         """Put one of the documents that `prepare` named. Raises `RequestFailed`."""
         self._put(path, text)
         self._known[path] = time.monotonic() + BELIEVED_S
+
+    def rewrite(self, tree: NamespaceTree) -> None:
+        """Put the namespace's manifest in place of a damaged one. Raises `RequestFailed`."""
+        path = f"{tree.namespace.name}/{METADATA_NAME}"
+        self._client.put(path, [_array(tree.manifest)], new=False)
+        self._known[path] = time.monotonic() + BELIEVED_S
+
+    def seal_in(self, name: str) -> str | None:
+        """How the first array in a namespace's folder says that its blocks are sealed; None where there is none, or it
+        does not say.
+        """
+        paths = (entry.path for page in self._client.list(name) for entry in page)
+        array = next((path for path in paths if _ARRAY.fullmatch(path.removeprefix(f"{name}/"))), None)
+        data = None if array is None else self._client.get(array)
+        return None if data is None else seal_said_by_array(bytes(data))
 
     def forget(self, name: str) -> None:
         """What was in the folder of this namespace is there no more."""

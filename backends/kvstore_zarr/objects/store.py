@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvstore.abc import REFUSE_S, BlockStore, Capabilities
-from kvstore.errors import InvalidOptionError, StoreOpenError
+from kvstore.errors import InvalidOptionError, NotAStoreError, StoreOpenError
 from kvstore.graveyard import Graveyard
 from kvstore.layout import as_bytes
 from kvstore.objects.faults import RequestFailed
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from kvstore.doctor import Finding
     from kvstore.namespace import Namespace
-    from kvstore.objects.client import Listed
+    from kvstore.objects.client import Listed, ObjectClient
     from kvstore.sealing import Sealer
     from kvstore.types import BlockKey, BlockRead, BlockWrite
     from kvstore_zarr.metadata import NamespaceTree
@@ -61,6 +61,8 @@ BATCH_BYTES = 1 << 20
 """A block of usual size is a request, and the tier's threads make the requests side by side."""
 TRANSFERS = 8
 """Blocks of one batch under way at a time, where it has several: small ones, mostly."""
+ARCHIVE, ARCHIVED = "kvstore-archive.json", "g0"
+"""An archive's manifest, and the folder of its first blocks."""
 HEADS_AT_ONCE = 256
 """Blocks whose facts a scan reads at a time."""
 
@@ -90,6 +92,7 @@ class ObjectZarrStore(BlockStore):
         self._trees = Trees(url, self._client, self._documents)
         self._sealer: Sealer | None = None
         try:
+            _check_no_archive(url, self._client, folders)
             found = self._trees.found(folders, must_be_some=self._readonly and not place.is_readonly)
             self._sealer = open_sealer(url, found, readonly=self._readonly)
             self._trees.seal = PLAIN if self._sealer is None else self._sealer.id
@@ -159,7 +162,7 @@ class ObjectZarrStore(BlockStore):
             for block in blocks:
                 data = namespace.check_write(block)
                 first.setdefault(block.key, (block, data))
-            if self._readonly or namespace.name in self._trees.aside:
+            if self._readonly or (namespace.name in self._trees.aside and not self._trees.mend(namespace)):
                 return [PutOutcome.FAILED] * len(blocks)
             tree = self._trees.of(namespace)
             outcomes = dict.fromkeys(self._refused(tree, first), PutOutcome.REFUSED)
@@ -440,6 +443,14 @@ class ObjectZarrStore(BlockStore):
 
     def _each(self, call: Callable[[K], R], keys: Sequence[K]) -> dict[K, R]:
         return dict(zip(keys, side_by_side(call, keys, TRANSFERS), strict=True))
+
+
+def _check_no_archive(url: TierURL, client: ObjectClient, folders: Sequence[str]) -> None:
+    """Raise where an archive stands, of which a tier would be a part. Asked only where its folders are."""
+    if ARCHIVED in folders and client.exists(ARCHIVE):
+        raise NotAStoreError(
+            f"{url}: an archive stands there: choose a place beside it (kvstore archive restore --to …)"
+        )
 
 
 class DirectoryZarrStore(ObjectZarrStore):
