@@ -247,7 +247,8 @@ class BlockStore(ABC):
         """After `purge_many`: overwrite what removed blocks left behind, as far as the store can; and say what is left.
 
         `advance` is called with each number of bytes that were overwritten. May take as long as the removed blocks are
-        large; others go on meanwhile.
+        large; others go on meanwhile. Raises `TierUnavailable` while something that was purged, now or before, is there
+        still: an I/O error, say, kept it from being overwritten.
         """
         del overwrite, advance
         return [Residue("bytes of removed blocks, wherever this store keeps what it was told to remove")]

@@ -240,7 +240,7 @@ class Presence:
         """
         for path in sorted(self.directory.glob(f"{_LEASE}*")):
             name = path.name.removeprefix(_LEASE)
-            if name == self.lease.hex() or len(name) != 32 or not set(name) <= set("0123456789abcdef"):
+            if name == self.lease.hex() or not _is_lease(name):
                 continue
             descriptor = _open_dead(path)
             if descriptor is None:
@@ -250,6 +250,11 @@ class Presence:
                 path.unlink()
             finally:
                 os.close(descriptor)
+
+    def leases(self) -> set[bytes]:
+        """The leases that are there, of the living and of those of the dead that `dead` has not yet given out."""
+        names = [path.name.removeprefix(_LEASE) for path in self.directory.glob(f"{_LEASE}*")]
+        return {bytes.fromhex(name) for name in names if _is_lease(name)}
 
     def _join(self) -> None:
         self._lock("gate")
@@ -325,6 +330,10 @@ class Presence:
         descriptor = self._descriptors.pop(name, None)
         if descriptor is not None:
             os.close(descriptor)
+
+
+def _is_lease(name: str) -> bool:
+    return len(name) == 32 and set(name) <= set("0123456789abcdef")
 
 
 def _try_exclusive(descriptor: int) -> bool:

@@ -16,7 +16,8 @@ from kvstore.catalog import address_of
 from kvstore.sealing import Unsealed
 from kvstore.types import GetOutcome
 from kvstore_zarr.calls import SIZE_DIFFERS, Step
-from kvstore_zarr.removal import inode_of, release, remove
+from kvstore_zarr.deleting import remove
+from kvstore_zarr.removal import inode_of, release
 from kvstore_zarr.sealed import unseal_file
 from kvstore_zarr.tails import is_foreign
 
@@ -84,6 +85,7 @@ def _get(
     tier: LocalTier, tree: NamespaceTree, address: bytes, key: BlockKey, into: NDArray[np.uint8], ring: Ring | None
 ) -> GetOutcome:
     path = f"{tier.root}/{tree.block(key)}"
+    generation: int | None = None
     for number in range(LOOKS):
         look = _look(tier, tree, path, key, into, ring, again=number > 0)
         if look is _Look.GOOD:
@@ -96,16 +98,23 @@ def _get(
             with tier.catalog.read() as snapshot:
                 if not snapshot.contains([address])[0]:
                     return GetOutcome.MISS
-            continue
-        return _heal(tier, address, look)
+        elif generation is None:  # looked at once more: what is bad then is this copy, or it is not removed
+            with tier.catalog.read() as snapshot:
+                (entry,) = snapshot.find([address])
+            if entry is None:
+                return GetOutcome.MISS
+            generation = entry.generation
+        else:
+            return _heal(tier, address, look, generation)
     return GetOutcome.MISS
 
 
-def _heal(tier: LocalTier, address: bytes, bad: _Bad) -> GetOutcome:
+def _heal(tier: LocalTier, address: bytes, bad: _Bad, generation: int) -> GetOutcome:
     """Remove a block whose file is of no use, or the entry of one whose file is gone."""
     if tier.readonly:
         return bad.outcome
-    return bad.outcome if remove(tier, [address], seen={address: bad.inode})[0] else GetOutcome.MISS
+    (removed,) = remove(tier, [address], seen={address: bad.inode}, generation=generation)
+    return bad.outcome if removed else GetOutcome.MISS
 
 
 def _look(

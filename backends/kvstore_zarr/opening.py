@@ -30,13 +30,14 @@ from kvstore.presence import Presence, State, explained, mode_of
 from kvstore.retention import Retention
 from kvstore.sealing import PLAIN, open_sealer, record_seal
 from kvstore.url import CAPACITY, DURABILITY, IO, MODE, READONLY, TierURL, kept_free, local_path
+from kvstore_zarr.deleting import remove_dropped
 from kvstore_zarr.device import BlockDevice
 from kvstore_zarr.folders import FOLDERS_DATABASE, Folders, occupied
+from kvstore_zarr.intents import reclaim
 from kvstore_zarr.metadata import namespaces_in, read_namespace
 from kvstore_zarr.names import NameLocks
 from kvstore_zarr.put import make_room
 from kvstore_zarr.rebuild import rebuild, said_in
-from kvstore_zarr.removal import reclaim, remove_dropped
 from kvstore_zarr.tier import CATALOGUE, DRAFTS, INNER, LocalTier
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """A purge of `file://` blocks: out of the catalogue and buried, out of the tree, overwritten, and only then unlinked.
 
-As a removal (`removal`), with two steps more. The file is renamed to a draft of the intent, so that no name in the tree
-stands for a block that is half overwritten; and the intent says that what it names is to be overwritten, so that
+As a removal (`deleting`), with two steps more. The file is renamed to a draft of the intent: no name in the tree stands
+for a block that is half overwritten; and the intent says that what it names is to be overwritten, so that
 whoever comes after a kill does that, too. Zeros reach the device before the file goes: a truncated file's are dropped.
 """
 
@@ -10,13 +10,17 @@ whoever comes after a kill does that, too. Zeros reach the device before the fil
 from __future__ import annotations
 
 import os
+import time
 from typing import TYPE_CHECKING
 
 from kvstore.environment import filesystem_of
+from kvstore.errors import TierUnavailable
 from kvstore.residues import beneath
 from kvstore.types import Residue
-from kvstore_zarr.removal import erase, overwrite
-from kvstore_zarr.tier import PURGE, pack_addresses
+from kvstore_zarr.deleting import in_batches, once
+from kvstore_zarr.intents import Undertaking, reclaim
+from kvstore_zarr.removal import Patience, erase, overwrite
+from kvstore_zarr.tier import PURGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,52 +29,57 @@ if TYPE_CHECKING:
 
 __all__ = ["finish_purge", "purge"]
 
-AT_ONCE = 32
-"""Blocks taken out in one transaction, under the locks of their names."""
+OTHERS_PATIENCE_S = 1.0
+"""How long the end of a purge waits for what another process is just overwriting."""
 
 
 def purge(tier: LocalTier, addresses: Sequence[bytes], until: int, *, overwriting: bool) -> list[bool]:
     """Take blocks away and bury them until then (0: do not); True for each that was there."""
-    removed: set[bytes] = set()
-    for start in range(0, len(addresses), AT_ONCE):
-        removed |= _purge(tier, list(dict.fromkeys(addresses[start : start + AT_ONCE])), until, overwriting=overwriting)
-    first = dict.fromkeys(addresses)
-    return [address in removed and first.pop(address, 0) is None for address in addresses]
+    removed, patience = set[bytes](), Patience()
+    for some in in_batches(addresses):
+        removed |= _purge(tier, some, until, patience, overwriting=overwriting)
+    return once(addresses, removed)
 
 
-def _purge(tier: LocalTier, addresses: list[bytes], until: int, *, overwriting: bool) -> set[bytes]:
+def _purge(tier: LocalTier, addresses: list[bytes], until: int, patience: Patience, *, overwriting: bool) -> set[bytes]:
     drafts: list[str] = []
-    with tier.names.hold(addresses):
-        paths = {address: path for address in addresses if (path := tier.path(address)) is not None}
+    with Undertaking(tier) as task:
+        with tier.names.hold(addresses):
+            paths = {address: path for address in addresses if (path := tier.path(address)) is not None}
+            with tier.catalog.write() as change:
+                if until:
+                    change.tombs.bury(addresses, until)
+                gone = change.discard(
+                    paths
+                )  # where a block stands is not known: its entry stays, and is said to be left
+                # A file without an entry is of nobody, and goes as well.
+                intent = task.begin(change, sum(entry.size for entry in gone), paths, purge=True)
+            for number, (address, path) in enumerate(paths.items()):
+                draft = tier.draft(intent, number, address)
+                try:
+                    os.rename(path, draft)
+                except (FileNotFoundError, NotADirectoryError):
+                    continue
+                drafts.append(draft)
+        for draft in drafts:
+            if overwriting:
+                tier.purged_bytes += overwrite(draft)
+            erase(draft, patience)
         with tier.catalog.write() as change:
-            if until:
-                change.tombs.bury(addresses, until)
-            gone = change.discard(paths)  # where a block stands is not known: its entry stays, and is said to be left
-            # A file without an entry is of nobody, and goes as well.
-            payload = (PURGE if overwriting else b"") + pack_addresses(paths)
-            intent = change.reserve(tier.presence.lease, sum(entry.size for entry in gone), payload)
-        for number, (address, path) in enumerate(paths.items()):
-            draft = tier.draft(intent, number, address)
-            try:
-                os.rename(path, draft)
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            drafts.append(draft)
-    for draft in drafts:
-        if overwriting:
-            tier.purged_bytes += overwrite(draft)
-        erase(draft)
-    with tier.catalog.write() as change:
-        change.release(intent)
-        tier.account(change)
+            task.end(change)
+            tier.account(change)
     return {entry.address for entry in gone}
 
 
 def finish_purge(tier: LocalTier, advance: Callable[[int], object], *, overwriting: bool) -> list[Residue]:
-    """What is left of the blocks that this store has purged."""
+    """What is left of the blocks that this store has purged. Raises `TierUnavailable` while some of them, or of those
+    that an earlier purge took away, are on the disk still.
+    """
+    reclaim(tier)
     kind, nbytes = filesystem_of(tier.root), tier.purged_bytes
     tier.purged_bytes = 0
     advance(nbytes)
+    _wait_for_the_rest(tier)
     if not overwriting:
         residues = [Residue("removed blocks in free space of the file system", remedy="fstrim, or fill the disk once")]
     else:
@@ -87,3 +96,18 @@ def finish_purge(tier: LocalTier, advance: Callable[[int], object], *, overwriti
     )
     tier.environment.sync()
     return residues
+
+
+def _wait_for_the_rest(tier: LocalTier) -> None:
+    deadline = time.monotonic() + OTHERS_PATIENCE_S
+    while True:
+        with tier.catalog.read() as snapshot:
+            kept = [intent.reserved for intent in snapshot.intents() if intent.payload.startswith(PURGE)]
+        if not kept:
+            return
+        if time.monotonic() > deadline:
+            raise TierUnavailable(
+                f"{tier.root}: {sum(kept)} bytes of purged blocks could not be removed, and are on the disk: look at"
+                " the log and at the device, then purge again"
+            )
+        time.sleep(0.01)

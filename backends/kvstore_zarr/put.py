@@ -28,9 +28,9 @@ from kvstore.retention import now_ns
 from kvstore.types import BlockWrite, PutOutcome
 from kvstore_zarr import eviction, steps
 from kvstore_zarr.format import PAGE, BlockFacts
-from kvstore_zarr.removal import abandon, erase, overwrite, reclaim_if_due, release
+from kvstore_zarr.intents import Undertaking, reclaim_if_due
+from kvstore_zarr.removal import erase, overwrite, release
 from kvstore_zarr.sealed import seal_file
-from kvstore_zarr.tier import pack_addresses
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from kvstore.catalog import Change, Intent
+    from kvstore.catalog import Change
     from kvstore.sealing import DataKey, Sealer
     from kvstore_zarr.calls import BlockFile
     from kvstore_zarr.eviction import Held
@@ -166,7 +166,7 @@ class PutJob:
         self._tier = tier
         self._tree = tree
         self._blocks = blocks
-        self._intent: Intent | None = None
+        self._task = Undertaking(tier)
 
     def run(self) -> bool:
         """Settle as many blocks as find room; whether anything was moved, in or out.
@@ -176,29 +176,22 @@ class PutJob:
         tier = self._tier
         held = self._plan()
         steps.checkpoint("planned")
+        concerned = self._blocks
         try:
-            admitted, taken = self._reserve_or_sacrifice(held)
+            with self._task:
+                try:
+                    concerned, taken = self._reserve_or_sacrifice(held)
+                    eviction.let_go(tier, [one for one in held if one not in taken])
+                    if self._task.intent is None:
+                        return any(block.outcome is not None for block in self._blocks)
+                    steps.checkpoint("reserved")
+                    self._carry_out(concerned, taken)
+                except BaseException:
+                    eviction.let_go(tier, held)  # before the intent is settled, which takes their files
+                    raise
         except OSError as error:
-            eviction.let_go(tier, held)
-            self._settle(self._open(), _outcome_of(error))
+            self._settle([block for block in concerned if block.outcome is None], _outcome_of(error))
             return bool(self._blocks)
-        except BaseException:
-            eviction.let_go(tier, held)
-            raise
-        eviction.let_go(tier, [one for one in held if one not in taken])
-        if self._intent is None:
-            return any(block.outcome is not None for block in self._blocks)
-        steps.checkpoint("reserved")
-        try:
-            self._carry_out(self._intent, admitted, taken)
-        except OSError as error:
-            eviction.let_go(tier, taken)
-            abandon(self._tier, self._intent)
-            self._settle([block for block in admitted if block.outcome is None], _outcome_of(error))
-        except BaseException:
-            eviction.let_go(tier, taken)
-            abandon(self._tier, self._intent)
-            raise
         return True
 
     def _open(self) -> list[_Block]:
@@ -261,7 +254,7 @@ class PutJob:
         except OSError as error:
             if _outcome_of(error) is not PutOutcome.FULL or not eviction.sacrifice(self._tier, held):
                 raise
-        self._intent = None
+        self._task.intent = None
         return self._reserve(held)
 
     def _disk_budget(self, reserved: int) -> int:
@@ -275,16 +268,16 @@ class PutJob:
 
     def _record(self, change: Change, admitted: Sequence[_Block], taken: Sequence[Held], reserved: int) -> None:
         addresses = [block.address for block in admitted] + [one.victim.address for one in taken]
-        self._intent = change.reserve(self._tier.presence.lease, reserved, pack_addresses(addresses))
+        intent = self._task.begin(change, reserved, addresses)
         if admitted and self._tree is not None:
             generation = change.generations(len(admitted))
             for number, block in enumerate(admitted):
                 block.generation = generation + number
-                block.draft = self._tier.draft(self._intent, number, block.address)
+                block.draft = self._tier.draft(intent, number, block.address)
             if self._tree.namespace.fingerprint not in self._tier.recorded:
                 change.add_namespace(self._tree.namespace)
 
-    def _carry_out(self, intent: Intent, admitted: Sequence[_Block], taken: Sequence[Held]) -> None:
+    def _carry_out(self, admitted: Sequence[_Block], taken: Sequence[Held]) -> None:
         tier = self._tier
         heirs = eviction.heirs_among(taken, ((self._file_bytes(block), block.draft) for block in admitted))
         inherited = {held.victim.address for held, _ in heirs}
@@ -300,7 +293,7 @@ class PutJob:
         finally:
             for fd in recycled.values():
                 release(fd)
-        self._publish(intent, [block for block in admitted if block.outcome is None])
+        self._publish([block for block in admitted if block.outcome is None])
 
     def _file_bytes(self, block: _Block) -> int:
         tree = self._tree
@@ -353,7 +346,7 @@ class PutJob:
             seal_file(sealed, frame, block.payload, facts, block.data_key)
             tier.device.write_file(file, sealed, sync=tier.durable)
 
-    def _publish(self, intent: Intent, written: Sequence[_Block]) -> None:
+    def _publish(self, written: Sequence[_Block]) -> None:
         tier = self._tier
         addresses = [block.address for block in written]
         with tier.names.hold(addresses):
@@ -371,12 +364,11 @@ class PutJob:
             measured = tier.folders.measure({block.folder for block in self._blocks if block.draft})
             with tier.catalog.write() as change:
                 change.publish([_entry(block) for block in mine])
-                change.release(intent)
+                self._task.end(change)
                 if measured:
                     tier.folders.record(change.txn, measured)
                     tier.account(change)
             self._settle(mine, PutOutcome.STORED)
-        self._intent = None
         if self._tree is not None:
             tier.recorded.add(self._tree.namespace.fingerprint)
         steps.checkpoint("published")

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore.catalog import address_of
 from kvstore.types import BlockKey
+from kvstore_zarr.deleting import remove
 from kvstore_zarr.metadata import namespaces_in
 from kvstore_zarr.put import make_room
 from kvstore_zarr.rebuild import publish
-from kvstore_zarr.removal import erase, remove
+from kvstore_zarr.removal import erase
 from kvstore_zarr.tails import BlockFile, TailReader, block_files, block_folders
 from kvstore_zarr.tier import draft_prefix
 

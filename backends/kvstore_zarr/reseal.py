@@ -26,10 +26,10 @@ from kvstore.types import ResealOutcome
 from kvstore_zarr import steps
 from kvstore_zarr.expiry import take_out
 from kvstore_zarr.format import PAGE, BlockFacts
+from kvstore_zarr.intents import Undertaking
 from kvstore_zarr.put import DISK_HEADROOM, JOB_BYTES
-from kvstore_zarr.removal import abandon, cut, erase
+from kvstore_zarr.removal import Patience, cut, erase
 from kvstore_zarr.sealed import seal_file
-from kvstore_zarr.tier import pack_addresses
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -113,21 +113,18 @@ class _Job:
         catalogue cannot be written.
         """
         self._make_room()
-        intent = self._reserve()
-        if intent is None:
-            return
-        try:
+        with Undertaking(self._tier) as task:
+            intent = self._reserve(task)
+            if intent is None:
+                return
             steps.checkpoint("reserved")
             for number, block in enumerate(self._blocks):
                 block.draft = self._tier.draft(intent, number, block.address)
                 self._write(block)
             self._replace([block for block in self._blocks if block.size])
             steps.checkpoint("renamed")
-            self._end(intent)
+            self._end(task)
             steps.checkpoint("published")
-        except BaseException:
-            abandon(self._tier, intent)
-            raise
 
     def _make_room(self) -> None:
         """Evict until the second copies fit under the capacity. What they took is free again for the next ones."""
@@ -144,15 +141,14 @@ class _Job:
         if shortage <= 0:  # else they are not to go for nothing
             take_out(tier, victims)
 
-    def _reserve(self) -> Intent | None:
+    def _reserve(self, task: Undertaking) -> Intent | None:
         tier = self._tier
         with suppress(OSError), tier.catalog.write() as change:
             room, reserved = tier.room(change), change.totals().reserved
             on_disk = tier.free_on_disk() - reserved - max(DISK_HEADROOM, tier.keep_free)
             if min(on_disk, sys.maxsize if room is None else room) < self._need:
                 return None
-            payload = pack_addresses(block.address for block in self._blocks)
-            return change.reserve(tier.presence.lease, self._need, payload)
+            return task.begin(change, self._need, [block.address for block in self._blocks])
         return None
 
     def _write(self, block: _Block) -> None:
@@ -193,17 +189,18 @@ class _Job:
                     for folder in {os.path.dirname(block.path) for block in written}:
                         sync_folder(folder)
         finally:
+            patience = Patience()
             for fd in old:
-                cut(fd)
+                cut(fd, patience)
 
-    def _end(self, intent: Intent) -> None:
+    def _end(self, task: Undertaking) -> None:
         resealed = [block for block in self._blocks if block.outcome is ResealOutcome.RESEALED]
         measured = self._tier.folders.measure({self._tree.folder(block.key) for block in self._blocks})
         with self._tier.catalog.write() as change:
             for block in resealed:
                 if block.size != block.entry.size:
                     change.resize(block.address, block.entry.generation, block.size)
-            change.release(intent)
+            task.end(change)
             if measured:
                 self._tier.folders.record(change.txn, measured)
                 self._tier.account(change)

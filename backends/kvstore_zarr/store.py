@@ -1,7 +1,7 @@
 """`file://`: zarr blocks in local files, with O_DIRECT where the file system allows it, under a shared catalogue.
 
 Here is only what every verb has in common: checks, the count of calls in progress, the process it belongs to. The work
-is done in `put`, `get` and `removal`; the way from a URL to a `LocalTier` and back is in `opening`.
+is done in `put`, `get`, `deleting` and `purge`; the way from a URL to a `LocalTier` and back is in `opening`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from kvstore.tombs import refused_until
 from kvstore.types import GetOutcome, PutOutcome, ResealOutcome, Usage
 from kvstore.url import CAPACITY, DURABILITY, IO, KEEP_FREE, MODE, READONLY, Option, TierURL, boolean, local_path
 from kvstore_zarr import calls
+from kvstore_zarr.deleting import dropped_and_empty, has_files, remove
 from kvstore_zarr.expiry import take_back, take_out
 from kvstore_zarr.format import PAGE
 from kvstore_zarr.get import get_blocks
@@ -35,7 +36,6 @@ from kvstore_zarr.opening import close_tier, open_tier
 from kvstore_zarr.purge import finish_purge, purge
 from kvstore_zarr.put import put_blocks
 from kvstore_zarr.reindex import reindex
-from kvstore_zarr.removal import dropped_and_empty, has_files, remove
 from kvstore_zarr.repair import repair, write_documents
 from kvstore_zarr.reseal import reseal_blocks
 from kvstore_zarr.sealed import is_of_later_version_at, key_id_in

@@ -18,8 +18,8 @@ import kvstore_zarr.steps
 from kvstore import BlockLayout, GetOutcome, PutOutcome, open_store
 from kvstore.testing.supply import KIB, MIB, SPACE, get, key, keys, write, writes
 from kvstore_zarr import calls
+from kvstore_zarr.deleting import remove
 from kvstore_zarr.put import DISK_HEADROOM
-from kvstore_zarr.removal import remove
 
 if TYPE_CHECKING:
     from collections.abc import Callable

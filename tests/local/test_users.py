@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from kvstore import open_store
+from kvstore.catalog import address_of
 from kvstore.errors import NotAStoreError
-from kvstore.testing.supply import SPACE, writes
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from kvstore.testing.supply import SPACE, key, writes
+from kvstore_zarr.tier import pack_addresses
 
 
 def as_user(uid: int, url: str, numbers: range, umask: int = 0o077, group: int = 0) -> None:
@@ -100,6 +99,29 @@ class TestTwoUsers:
         assert {path.stat().st_gid for path in found} == {group}
         with pytest.raises(AssertionError, match="StoreAccessError"):
             as_user(65531, url, range(15, 20))
+
+    def test_what_a_killed_user_leaves_shuts_nobody_out(self, open_parents: Path) -> None:
+        if os.geteuid() != 0:
+            pytest.skip("two users take root")
+        shared = open_parents / "shared"
+        shared.mkdir()
+        shared.chmod(0o777)
+        url = f"file://{shared}/tier?mode=0666"
+        as_user(65533, url, range(5))
+        with open_store(url) as store:
+            tier = store._tier  # type: ignore[attr-defined]
+            with tier.catalog.write() as change:  # as who was killed when the file had been made, and not more
+                intent = change.reserve(bytes(15) + b"1", 1 << 20, pack_addresses([address_of(SPACE, key(1))]))
+            draft = Path(tier.draft(intent, 0, address_of(SPACE, key(1))))
+            draft.write_bytes(bytes(100))
+            draft.chmod(0o600)
+            document = shared / "tier" / ".kvstore" / "drafts" / f"{draft.name}-document"
+            document.touch(0o600)
+        as_user(65532, url, range(5, 10))
+        assert not draft.exists()
+        assert not document.exists()
+        with open_store(url) as store:
+            assert store.usage().reserved == 0
 
 
 class TestWhatIsSaid:

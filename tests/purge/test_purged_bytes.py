@@ -53,7 +53,7 @@ def last_words(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What each file of a purged block holds when it is about to be unlinked."""
     seen: list[bytes] = []
 
-    def looking(path: str) -> None:
+    def looking(path: str, *_: object) -> None:
         seen.append(Path(path).read_bytes())
         erase(path)
 
@@ -81,7 +81,7 @@ def test_the_zeros_are_on_the_device_before_the_file_is_cut(tmp_path: Path, monk
         fdatasync(fd)
         synced.append(os.fstat(fd).st_ino)
 
-    def looking(path: str) -> None:
+    def looking(path: str, *_: object) -> None:
         assert Path(path).stat().st_ino in synced
         erase(path)
 
@@ -137,7 +137,7 @@ def test_whoever_dies_in_a_purge_leaves_no_block_and_the_next_one_overwrites_it(
     assert found(tmp_path / "kv", range(4))
     overwritten: list[bool] = []
 
-    def looking(path: str) -> None:
+    def looking(path: str, *_: object) -> None:
         if Path(path).exists():
             overwritten.append(not any(Path(path).read_bytes()))
         erase(path)
