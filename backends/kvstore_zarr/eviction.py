@@ -9,6 +9,7 @@ name: nothing is allocated, nothing fragments, and it is more than twice as fast
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from dataclasses import dataclass
@@ -22,12 +23,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvstore.catalog import Snapshot, Victim
+    from kvstore_zarr.descriptors import Share
     from kvstore_zarr.tier import LocalTier
 
 __all__ = ["Held", "choose", "clear_away", "hand_on", "heirs_among", "hold", "let_go", "oldest", "sacrifice"]
 
 MOST_LOOKED_AT = 4096
 """How many of the oldest blocks one choice looks at, when one after the other is taken or being read."""
+SPARED = 4
+"""Descriptors left free where there are no more: for locks of names, for a file that is made."""
 
 
 @dataclass(slots=True)
@@ -53,30 +57,57 @@ def oldest(tier: LocalTier, snapshot: Snapshot, shortage: int, *, after: int = 0
     return found
 
 
-def choose(tier: LocalTier, victims: list[Victim], shortage: int) -> list[Held]:
+def choose(tier: LocalTier, victims: list[Victim], shortage: int, share: Share) -> list[Held]:
     """Victims whose sizes add up to `shortage` bytes, if so many can be had: of those, which are the `oldest`, and of
-    the next ones instead of any that somebody reads.
+    the next ones instead of any that somebody reads; as many as there are descriptors for. The rest is for a next job.
 
     Files are opened outside of read transactions, which are to be short.
     """
     chosen: list[Held] = []
     spared = 0
     while victims:
-        held = hold(tier, victims)
+        some = victims[: share.grant(len(victims))]
+        try:
+            held = hold(tier, some, share)
+        except BaseException:
+            let_go(tier, chosen)
+            raise
+        share.give_back(len(some) - len(held))
         chosen += held
-        spared += len(victims) - len(held)
+        spared += len(some) - len(held)
         shortage -= sum(one.victim.size for one in held)
-        if shortage <= 0 or len(chosen) + spared >= MOST_LOOKED_AT:
+        if shortage <= 0 or share.is_exhausted or (chosen and len(some) < len(victims)):
+            break
+        if len(chosen) + spared >= MOST_LOOKED_AT:
             break
         with tier.catalog.read() as snapshot:
             victims = oldest(tier, snapshot, shortage, after=spared)
     return chosen
 
 
-def hold(tier: LocalTier, victims: Iterable[Victim]) -> list[Held]:
-    """Those of the victims that nobody reads or evicts, held for an eviction."""
-    ours = (victim for victim in victims if not tier.is_aside(victim.address))
-    return [held for victim in ours if (held := _hold(tier, victim)) is not None]
+def hold(tier: LocalTier, victims: Iterable[Victim], share: Share) -> list[Held]:
+    """Those of the victims that nobody reads or evicts, held for an eviction.
+
+    Where the process has no descriptor left, a few are let go again: what is evicted then can be replaced. Raises
+    OSError where there were none to begin with.
+    """
+    held: list[Held] = []
+    for victim in victims:
+        if tier.is_aside(victim.address):
+            continue
+        try:
+            one = _hold(tier, victim)
+        except BaseException as error:
+            spared, held = held[:SPARED], held[SPARED:]
+            let_go(tier, spared)
+            if held and isinstance(error, OSError):
+                share.is_exhausted = True
+                break
+            let_go(tier, held)
+            raise
+        if one is not None:
+            held.append(one)
+    return held
 
 
 def _hold(tier: LocalTier, victim: Victim) -> Held | None:
@@ -92,8 +123,10 @@ def _hold(tier: LocalTier, victim: Victim) -> Held | None:
         held.fd = tier.device.open(held.path, writable=True)
     except (FileNotFoundError, NotADirectoryError, NotAFileError):
         return held  # the entry alone is there to be evicted
-    except OSError:
+    except OSError as error:
         tier.claimed.discard(victim.address)
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
         return None
     if not _lock(tier, held):
         let_go(tier, [held])

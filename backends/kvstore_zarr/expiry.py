@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvstore.namespace import Namespace
     from kvstore.retention import Allowance
     from kvstore.types import BlockKey
+    from kvstore_zarr.descriptors import Share
     from kvstore_zarr.eviction import Held
     from kvstore_zarr.tier import LocalTier
 
@@ -48,10 +49,12 @@ def take_back(tier: LocalTier, allowance: Allowance, namespace: Namespace, about
 def take_out(tier: LocalTier, victims: Sequence[Victim]) -> set[bytes]:
     """Remove blocks that are still as they were read; the addresses of those that nobody is reading, hence removed."""
     gone: set[bytes] = set()
-    for start in range(0, len(victims), AT_ONCE):
-        job = _RemovalJob(tier, victims[start : start + AT_ONCE])
+    waiting = list(victims)
+    while waiting:
+        job = _RemovalJob(tier, waiting[:AT_ONCE])
         job.run()
         gone |= job.gone
+        waiting = waiting[job.looked_at :]
     return gone
 
 
@@ -62,9 +65,11 @@ class _RemovalJob(PutJob):
         super().__init__(tier, None, [])
         self._victims = victims
         self.gone: set[bytes] = set()
+        self.looked_at = 0
 
-    def _plan(self) -> list[Held]:
-        return eviction.hold(self._tier, self._victims)
+    def _plan(self, share: Share) -> list[Held]:
+        self.looked_at = share.grant(len(self._victims))
+        return eviction.hold(self._tier, self._victims[: self.looked_at], share)
 
     def _reserve(self, held: Sequence[Held]) -> tuple[list[Any], list[Held]]:
         admitted, taken = super()._reserve(held)

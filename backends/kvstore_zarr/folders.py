@@ -34,6 +34,8 @@ FOLDERS_DATABASE = "folders"
 
 NAME_GROWTH = 4 * PAGE
 """The most one new name adds to an ext4 directory: a split leaf, a split index, a new root, an extent block."""
+SMALL = 64 * PAGE
+"""A directory whose index is one page at most: a name adds a split leaf, and that page or an extent block."""
 FOLDER_GROWTH = 3 * (NAME_GROWTH + 2 * PAGE)
 """The most a put adds when it makes namespace, group and array: each a folder with its document, and a name above."""
 
@@ -68,7 +70,8 @@ class Folders:
 
     def growth(self, folder: str) -> int:
         """The most that a new file in `folder` can add to the tree's directories."""
-        return NAME_GROWTH * 2 if folder in self._made else NAME_GROWTH * 2 + FOLDER_GROWTH
+        name = 2 * PAGE if self._counted.get(folder, SMALL) < SMALL else NAME_GROWTH
+        return name * 2 if folder in self._made else name * 2 + FOLDER_GROWTH  # a draft's name, and the block's
 
     def make(self, tree: NamespaceTree, key: BlockKey, *, unique: str, again: bool = False) -> None:
         """See that the folder for `key` and all above it exist and are described.

@@ -27,6 +27,7 @@ from kvstore.files import sync_folder
 from kvstore.retention import now_ns
 from kvstore.types import BlockWrite, PutOutcome
 from kvstore_zarr import eviction, steps
+from kvstore_zarr.descriptors import descriptors
 from kvstore_zarr.format import PAGE, BlockFacts
 from kvstore_zarr.intents import Undertaking, reclaim_if_due
 from kvstore_zarr.removal import erase, overwrite, release
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from kvstore.catalog import Change
     from kvstore.sealing import DataKey, Sealer
     from kvstore_zarr.calls import BlockFile
+    from kvstore_zarr.descriptors import Share
     from kvstore_zarr.eviction import Held
     from kvstore_zarr.metadata import NamespaceTree
     from kvstore_zarr.tier import LocalTier
@@ -147,7 +149,7 @@ def _attainable(tier: LocalTier) -> int:
 def _first(waiting: list[_Block], most: int) -> list[_Block]:
     total = 0
     for number, block in enumerate(waiting):
-        total += block.payload.nbytes
+        total += block.cost
         if number and total > most:
             return waiting[:number]
     return waiting
@@ -173,8 +175,11 @@ class PutJob:
 
         Raises `TierUnavailable` or OSError when the catalogue cannot be written.
         """
+        with descriptors() as share:
+            return self._run(self._plan(share))
+
+    def _run(self, held: list[Held]) -> bool:
         tier = self._tier
-        held = self._plan()
         steps.checkpoint("planned")
         concerned = self._blocks
         try:
@@ -202,7 +207,7 @@ class PutJob:
         for block in blocks:
             block.outcome = outcome
 
-    def _plan(self) -> list[Held]:
+    def _plan(self, share: Share) -> list[Held]:
         tier = self._tier
         with tier.catalog.read() as snapshot:
             self._find_present(snapshot.contains([block.address for block in self._blocks]))
@@ -219,7 +224,7 @@ class PutJob:
                 on_disk = need - self._disk_budget(totals.reserved)
                 shortage = max(shortage, min(on_disk, FOR_THE_DISK * max(need, DISK_HEADROOM)))
             oldest = eviction.oldest(tier, snapshot, shortage)
-        return eviction.choose(tier, oldest, shortage)
+        return eviction.choose(tier, oldest, shortage, share)
 
     def _find_present(self, present: Sequence[bool]) -> None:
         there = [block for block, is_there in zip(self._blocks, present, strict=True) if is_there]

@@ -24,6 +24,7 @@ from kvstore.url import TierURL
 from kvstore_lmdb import LMDBStore
 from kvstore_lmdb.entry import identified
 from kvstore_zarr import eviction, steps
+from kvstore_zarr.descriptors import Share
 from kvstore_zarr.store import LocalZarrStore
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ def test_an_eviction_that_held_the_old_file_takes_the_new_one(
         tier = store._tier
         with tier.catalog.read() as snapshot:
             victim = next(entry for entry in snapshot.scan(SPACE.fingerprint) if entry.key == key(1))
-        (held,) = eviction.hold(tier, [Victim.of(victim)])
+        (held,) = eviction.hold(tier, [Victim.of(victim)], Share())
         monkeypatch.setattr(kvstore_zarr.removal, "READER_PATIENCE_S", 0.01)
         assert write_again(store, [1]) == [RESEALED]
         with tier.catalog.write() as change:
@@ -253,7 +254,7 @@ def test_the_new_value_says_when_the_block_was_stored(tmp_path: Path) -> None:
 
 
 def test_what_finds_no_room_is_removed_and_put_again(file_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore_zarr.reseal._Job._reserve", lambda _: None)
+    monkeypatch.setattr("kvstore_zarr.reseal._Job._reserve", lambda *_: None)
     with open_store(file_url) as store:
         before = {info.key: info.marks for info in store.scan(SPACE)}
         assert write_again(store, [1]) == [KEPT]

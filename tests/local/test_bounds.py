@@ -62,6 +62,55 @@ def test_a_manager_with_16_threads_over_both_tiers_gets_along_with_256_descripto
     assert stats.strip() == str([(288, 0, 0)] * 2)
 
 
+EVICTING = """
+import os, resource, sys, threading, time
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+from concurrent.futures import ThreadPoolExecutor
+from kvstore import BlockKey, BlockLayout, BlockWrite, Namespace, open_store
+
+SPACE = Namespace("small", "1", (BlockLayout.opaque(8192),), block_tokens=16)
+def put(start, count):
+    keys = [BlockKey(number.to_bytes(4, "big") * 8) for number in range(start, start + count)]
+    return [outcome.name for outcome in store.put_many(SPACE, [BlockWrite(key, key.digest * 256) for key in keys])]
+
+most, over = 0, False
+def watch():
+    global most
+    while not over:
+        most = max(most, len(os.listdir("/proc/self/fd")))
+        time.sleep(0.001)
+
+with open_store(f"file://{sys.argv[1]}?capacity=16MB") as store:
+    for start in range(0, 1500, 100):
+        put(start, 100)
+    full = store.usage().blocks
+    watching = threading.Thread(target=watch)
+    watching.start()
+    with ThreadPoolExecutor(8) as pool:
+        outcomes = set(sum(pool.map(lambda start: put(start, 300), range(10_000, 18_000, 1000)), []))
+    over = True
+    watching.join()
+    after = store.usage().blocks
+    hogged = [os.open("/dev/null", os.O_RDONLY) for _ in range(256 - len(os.listdir("/proc/self/fd")) - 9)]
+    with_few = set(put(50_000, 50))
+    print(most, full, after, store.usage().blocks, outcomes, with_few)
+"""
+
+
+def test_evictions_leave_descriptors_and_take_nothing_that_they_cannot_replace(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EVICTING, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": HERE}, capture_output=True, text=True, check=False, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    most, full, after, in_the_end, outcomes = done.stdout.split(maxsplit=4)
+    assert outcomes.strip() == "{'STORED'} {'STORED'}"
+    assert int(most) < 160
+    assert int(full) > 900
+    assert int(after) > 0.9 * int(full)
+    assert int(in_the_end) > 0.9 * int(full)
+
+
 IN_A_NAMESPACE = """
 import sys
 from kvstore import open_store
