@@ -20,7 +20,7 @@ from kvstore.testing.purge import PurgeTests
 from kvstore.url import TierURL
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
     from kvstore import BlockStore
     from kvstore.testing.clock import MovableClock
@@ -42,12 +42,24 @@ class Apart(StoreHooks):
                 monkeypatch.setattr(module, "open_store", open_apart)
 
 
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlockStore]:
+    with StoreApart(f"file://{tmp_path_factory.mktemp('apart')}/tier") as store:
+        yield store
+
+
 class TestBlocksApart(Apart, BlockTests):
-    """What is most of the contract, on one backend."""
+    """What is most of the contract, on one backend; one process for all of it."""
 
     @pytest.fixture
-    def url(self, tmp_path: Path) -> str:
-        return f"file://{tmp_path}/tier"
+    def url(self, opened: BlockStore) -> str:
+        return str(opened.url)
+
+    @pytest.fixture
+    def store(self, opened: BlockStore) -> BlockStore:
+        for space in opened.namespaces():
+            opened.drop_namespace(space)
+        return opened
 
 
 @pytest.mark.soak
