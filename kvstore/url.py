@@ -308,7 +308,7 @@ def kept_free(url: TierURL, path: Path) -> int:
     """
     wanted = url.option(KEEP_FREE)
     nbytes, disk = 0 if wanted is None else wanted.resolve(path), shutil.disk_usage(path).total
-    if nbytes >= disk:
+    if nbytes >= disk > 0:  # 0: ramfs, say, does not tell
         raise InvalidOptionError(
             f"{url}: keep_free is {format_size(nbytes)}, and the disk has {format_size(disk)}: nothing could be stored;"
             " keep_free=5% leaves a twentieth of it free"
