@@ -240,7 +240,7 @@ class TestAtomic:
         (tmp_path / "other" / "file").write_text("mine")
         with open_store(tier) as store:
             for folder in ("other", "source"):
-                with pytest.raises((ArchiveExistsError, ConfigurationError), match="no archive|one place"):
+                with pytest.raises((ArchiveExistsError, ConfigurationError), match=r"no archive|one place"):
                     create(f"file://{tmp_path}/{folder}", store, SPACE, KEYS, overwrite=True)
         for folder in ("other", "source"):
             with pytest.raises(NoArchiveError):
