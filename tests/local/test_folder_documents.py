@@ -68,7 +68,6 @@ def test_a_system_that_writes_a_little_at_a_time_writes_whole_documents(
         return whole(fd, memoryview(data)[:20], offset)
 
     monkeypatch.setattr(os, "pwrite", little)
-    monkeypatch.setattr(os, "write", lambda fd, data: little(fd, data, 0))
     with open_store(f"file://{tmp_path}") as store:
         assert set(store.put_many(SPACE, writes(BLOCKS))) == {STORED}
     assert (tmp_path / ".kvstore" / "state").stat().st_size == 64

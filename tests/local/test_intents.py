@@ -14,14 +14,17 @@ import pytest
 from local_helpers import CORRUPT, HIT, MISS, STORED, file_of
 
 import kvstore_zarr.get
+import kvstore_zarr.purge
 import kvstore_zarr.removal
 from kvstore import open_store
-from kvstore.catalog import Catalog
+from kvstore.catalog import Catalog, address_of
 from kvstore.errors import TierUnavailable
 from kvstore.marks import Mark
 from kvstore.purging import Request, purge
 from kvstore.testing.supply import SPACE, content, get, keys, writes
+from kvstore_zarr.deleting import remove
 from kvstore_zarr.names import NameLocks
+from kvstore_zarr.store import LocalZarrStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -42,8 +45,8 @@ def drafts(root: Path) -> list[Path]:
 
 
 def tier_of(store: BlockStore) -> LocalTier:
-    tier: LocalTier = store._tier  # type: ignore[attr-defined]
-    return tier
+    assert isinstance(store, LocalZarrStore)
+    return store._tier
 
 
 class BadSector:
@@ -75,6 +78,7 @@ def test_a_purge_is_not_complete_while_a_purged_block_is_on_the_disk(
             (receipt,) = purge([url], asked, dry_run=False, overwrite=overwrite).tiers
             assert not receipt.complete
             assert len(left_of(root, range(4))) == 1
+        (receipt,) = purge([url], asked, dry_run=False, overwrite=overwrite).tiers
         assert "purge again" in receipt.failed[0]
         sector.broken = False
         (receipt,) = purge([url], asked, dry_run=False, overwrite=overwrite).tiers
@@ -190,6 +194,16 @@ def test_no_call_locks_more_than_a_few_names_at_once(verb: str, root: Path, monk
         gone = getattr(store, verb)(SPACE, asked)
         assert [place for place, went in enumerate(gone) if went] == [0, 1, len(asked) - 2]
         assert 0 < most <= 64
+
+
+def test_another_file_than_the_one_that_was_seen_is_not_removed(root: Path) -> None:
+    with open_store(f"file://{root}") as store:
+        store.put_many(SPACE, writes([1]))
+        address, inode = address_of(SPACE, keys([1])[0]), file_of(root, 1).stat().st_ino
+        for seen in (None, inode + 1):
+            assert remove(tier_of(store), [address], seen={address: seen}) == [False]
+            assert get(store, [1]) == [HIT]
+        assert remove(tier_of(store), [address], seen={address: inode}) == [True]
 
 
 def test_a_block_that_was_replaced_since_it_was_found_damaged_stays(

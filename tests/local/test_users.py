@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kvstore import open_store
-from kvstore.catalog import address_of
 from kvstore.errors import NotAStoreError
-from kvstore.testing.supply import SPACE, key, writes
-from kvstore_zarr.tier import pack_addresses
+from kvstore.testing.supply import SPACE, writes
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def as_user(uid: int, url: str, numbers: range, umask: int = 0o077, group: int = 0) -> None:
@@ -48,6 +50,25 @@ def open_parents(tmp_path: Path) -> Path:
         folder.chmod(folder.stat().st_mode | 0o055)
         folder = folder.parent
     return tmp_path
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from kvstore import open_store
+from kvstore.catalog import address_of
+from kvstore.testing.supply import SPACE, key
+from kvstore_zarr.tier import pack_addresses
+address = address_of(SPACE, key(1))
+tier = open_store(sys.argv[1])._tier
+with tier.catalog.write() as change:
+    intent = change.reserve(tier.presence.lease, 1 << 20, pack_addresses([address]))
+draft = Path(tier.draft(intent, 0, address))
+for path in (draft, tier.root / ".kvstore" / "drafts" / (draft.name + "-document")):
+    path.touch()
+    path.chmod(0o600)  # as the umask leaves it until it is written
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 class TestTwoUsers:
@@ -108,18 +129,16 @@ class TestTwoUsers:
         shared.chmod(0o777)
         url = f"file://{shared}/tier?mode=0666"
         as_user(65533, url, range(5))
-        with open_store(url) as store:
-            tier = store._tier  # type: ignore[attr-defined]
-            with tier.catalog.write() as change:  # as who was killed when the file had been made, and not more
-                intent = change.reserve(bytes(15) + b"1", 1 << 20, pack_addresses([address_of(SPACE, key(1))]))
-            draft = Path(tier.draft(intent, 0, address_of(SPACE, key(1))))
-            draft.write_bytes(bytes(100))
-            draft.chmod(0o600)
-            document = shared / "tier" / ".kvstore" / "drafts" / f"{draft.name}-document"
-            document.touch(0o600)
+        killed = subprocess.run(
+            [sys.executable, "-c", KILLED, url],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            check=False,
+        )
+        assert killed.returncode == -signal.SIGKILL
+        left = [*shared.rglob("draft-*")]
+        assert len(left) == 2
         as_user(65532, url, range(5, 10))
-        assert not draft.exists()
-        assert not document.exists()
+        assert not [path for path in left if path.exists()]
         with open_store(url) as store:
             assert store.usage().reserved == 0
 
