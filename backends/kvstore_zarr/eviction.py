@@ -17,7 +17,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvstore.files import NotAFileError
-from kvstore_zarr.removal import erase, inode_of, release
+from kvstore_zarr.removal import erase, free, inode_of, release
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -36,13 +36,16 @@ SPARED = 4
 
 @dataclass(slots=True)
 class Held:
-    """A victim whose file this thread has open and locked; `fd` is -1 where the file is gone."""
+    """A victim whose file this thread has open and locked; `fd` is -1 where the file is gone. Where it has more `links`
+    than its name, somebody keeps it: it is not written into.
+    """
 
     victim: Victim
     path: str
     fd: int = -1
     file_bytes: int = -1
     inode: int = -1
+    links: int = 1
 
 
 def oldest(tier: LocalTier, snapshot: Snapshot, shortage: int, *, after: int = 0) -> list[Victim]:
@@ -132,7 +135,7 @@ def _hold(tier: LocalTier, victim: Victim) -> Held | None:
         let_go(tier, [held])
         return None
     status = os.fstat(held.fd)
-    held.file_bytes, held.inode = status.st_size, status.st_ino
+    held.file_bytes, held.inode, held.links = status.st_size, status.st_ino, status.st_nlink
     return held
 
 
@@ -170,7 +173,7 @@ def sacrifice(tier: LocalTier, held: Sequence[Held]) -> bool:
             if inode_of(one.path) != one.inode:
                 continue
             os.unlink(one.path)
-        os.ftruncate(one.fd, 0)
+        free(one.fd)
         return True
     return False
 
@@ -182,7 +185,8 @@ def heirs_among(taken: Sequence[Held], drafts: Iterable[tuple[int, str]]) -> lis
     """
     by_size: dict[int, list[Held]] = {}
     for held in taken:
-        by_size.setdefault(held.file_bytes, []).append(held)
+        if held.links == 1:
+            by_size.setdefault(held.file_bytes, []).append(held)
     return [(matching.pop(), path) for file_bytes, path in drafts if (matching := by_size.get(file_bytes))]
 
 
@@ -233,6 +237,6 @@ def _is_there(tier: LocalTier, held: Held) -> bool:
 
 def _cut(tier: LocalTier, taken: Sequence[Held]) -> None:
     for held in taken:
-        if held.fd >= 0:  # no name any more, and nobody who has it open may keep the space
-            os.ftruncate(held.fd, 0)
+        if held.fd >= 0:  # nobody who has it open may keep the space
+            free(held.fd)
     let_go(tier, taken)

@@ -26,6 +26,7 @@ __all__ = [
     "Patience",
     "cut",
     "erase",
+    "free",
     "inode_of",
     "is_erased",
     "overwrite",
@@ -122,9 +123,17 @@ def cut(fd: int, patience: Patience | None = None) -> None:
         return
     try:
         if _wait_for_readers(fd, patience or Patience()):
-            os.ftruncate(fd, 0)
+            free(fd)
     finally:
         release(fd)
+
+
+def free(fd: int) -> None:
+    """Free the space of an open file that has no name any more, whoever else has it open. A hard link that somebody
+    made (`cp -al`) is a name: what it stands for is his, and stays.
+    """
+    if os.fstat(fd).st_nlink == 0:
+        os.ftruncate(fd, 0)
 
 
 def _wait_for_readers(fd: int, patience: Patience) -> bool:

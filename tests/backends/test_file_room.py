@@ -142,6 +142,26 @@ def test_whoever_has_a_block_open_does_not_keep_its_space_when_it_goes(tier: Tie
             os.close(onlooker)
 
 
+@pytest.mark.parametrize("how", ["evicted for its like", "evicted", "deleted"])
+def test_a_block_that_somebody_keeps_under_another_name_is_not_written_into(
+    tier: Tier, tmp_path: Path, how: str
+) -> None:
+    with tier.open() as store:
+        store.put_many(LARGE, [write(0, LARGE)])
+        path, kept = raw.file_of(tier, (LARGE, key(0))), tmp_path / "kept"
+        kept.hardlink_to(path)
+        before = kept.read_bytes()
+        if how == "deleted":
+            store.delete_many(LARGE, [key(0)])
+        elif how == "evicted":
+            store.put_many(MEDIUM, writes(range(140), MEDIUM))
+        else:
+            store.put_many(LARGE, writes(range(1, 10), LARGE))
+        assert not path.exists()
+        assert kept.read_bytes() == before
+        assert occupied(tier) <= CAPACITY
+
+
 def test_puts_leave_room_on_the_disk_for_the_catalogue_to_take_blocks_out(small_disk: Callable[[int], Path]) -> None:
     disk = small_disk(12 * MIB)
     with open_store(f"file://{disk}/tier") as store:
