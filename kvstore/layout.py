@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from kvstore.errors import InvalidBlockError
+from kvstore.untrusted import entry, fields, members
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -137,9 +138,10 @@ class BlockLayout:
         return {"dtype": self.dtype, "axes": list(self.axes), "shape": list(self.shape)}
 
     @classmethod
-    def from_manifest(cls, manifest: Mapping[str, Any]) -> BlockLayout:
-        """The layout that `to_manifest` described. Raises KeyError, TypeError or ValueError if it is not one."""
-        return cls(str(manifest["dtype"]), tuple(map(str, manifest["axes"])), tuple(map(int, manifest["shape"])))
+    def from_manifest(cls, manifest: object) -> BlockLayout:
+        """The layout that `to_manifest` described. Raises `ValueError` for whatever is not one."""
+        said = fields(manifest, "a layout")
+        return cls(entry(said, "dtype", str), tuple(members(said, "axes", str)), tuple(members(said, "shape", int)))
 
 
 def as_bytes(buffer: Buffer) -> NDArray[np.uint8]:

@@ -16,6 +16,7 @@ from kvstore.errors import InvalidBlockError
 from kvstore.keys import KEY_SCHEME
 from kvstore.layout import BlockLayout, as_bytes
 from kvstore.types import NO_POSITION
+from kvstore.untrusted import entry, fields, members, parsed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -175,17 +176,24 @@ class Namespace:
         }
 
     @classmethod
-    def from_manifest(cls, manifest: Mapping[str, Any]) -> Namespace:
-        """The namespace that `to_manifest` described. Raises KeyError, TypeError or ValueError if it is not one."""
+    def from_manifest(cls, manifest: object) -> Namespace:
+        """The namespace that `to_manifest` described. Raises `ValueError` for whatever is not one."""
+        said = fields(manifest, "a namespace")
+        extra = fields(said.get("extra"), "what else must match")
         return cls(
-            model=str(manifest["model"]),
-            revision=str(manifest["revision"]),
-            layouts=tuple(BlockLayout.from_manifest(layout) for layout in manifest["layouts"]),
-            block_tokens=int(manifest["block_tokens"]),
-            key_scheme=str(manifest["key_scheme"]),
-            digest_bytes=int(manifest["digest_bytes"]),
-            extra={str(name): str(value) for name, value in manifest["extra"].items()},
+            model=entry(said, "model", str),
+            revision=entry(said, "revision", str),
+            layouts=tuple(map(BlockLayout.from_manifest, members(said, "layouts", dict))),
+            block_tokens=entry(said, "block_tokens", int),
+            key_scheme=entry(said, "key_scheme", str),
+            digest_bytes=entry(said, "digest_bytes", int),
+            extra={name: entry(extra, name, str) for name in extra},
         )
+
+    @classmethod
+    def from_json(cls, manifest: bytes) -> Namespace:
+        """`from_manifest`, of the manifest as JSON text. Raises `ValueError` for whatever is not one."""
+        return cls.from_manifest(parsed(manifest))
 
 
 def _check_text(name: str, value: object) -> None:

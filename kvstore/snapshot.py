@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING
@@ -229,8 +228,8 @@ class Snapshot:
     def _manifests(self) -> Iterator[tuple[bytes, Namespace | None]]:
         for key, value in self.txn.cursor(self._namespaces).iternext():
             fingerprint, namespace = bytes(key), None
-            with suppress(AttributeError, KeyError, TypeError, ValueError):
-                namespace = Namespace.from_manifest(json.loads(bytes(value)))
+            with suppress(ValueError):
+                namespace = Namespace.from_json(bytes(value))
             yield fingerprint, namespace if namespace and namespace.fingerprint == fingerprint else None
 
 

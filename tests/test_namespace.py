@@ -184,3 +184,51 @@ def test_a_digest_of_text_is_refused() -> None:
     space = Namespace("m", "r", (BlockLayout.opaque(8),), block_tokens=1)
     with pytest.raises(InvalidBlockError, match="a digest is bytes, not str"):
         space.check_key(BlockKey("0" * 32))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.just(10**30),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+"""Any value of any type that a document can have."""
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where values stand in a document."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for name, one in inner for place in places(one, (*path, name)))]
+
+
+def changed(value: Any, place: tuple[Any, ...], by: Any) -> Any:
+    if not place:
+        return by
+    copy = value.copy()
+    copy[place[0]] = changed(value[place[0]], place[1:], by)
+    return copy
+
+
+@given(st.data(), JSON)
+def test_whatever_a_manifest_says_it_is_a_namespace_or_a_value_error(data: st.DataObject, by: Any) -> None:
+    manifest = dataclasses.replace(SPACE, extra={"rope": "yarn"}).to_manifest()
+    damaged = changed(manifest, data.draw(st.sampled_from(places(manifest))), by)
+    text = json.dumps(damaged).encode("ascii")
+    try:
+        found = Namespace.from_json(text)
+    except ValueError:
+        return
+    assert json.loads(json.dumps(found.to_manifest())) == json.loads(text)
+
+
+@pytest.mark.parametrize("text", [b"", b"[" * 100_000, b"{}", b"null", b"\xff", b'{"a": 1', b"9" * 10_000])
+def test_what_is_no_manifest_is_a_value_error(text: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        Namespace.from_json(text)
+
+
+@pytest.mark.parametrize("name", SPACE.to_manifest())
+def test_a_manifest_that_lacks_a_field_is_a_value_error(name: str) -> None:
+    manifest = SPACE.to_manifest()
+    del manifest[name]
+    with pytest.raises(ValueError, match=name if name != "extra" else "match"):
+        Namespace.from_manifest(manifest)

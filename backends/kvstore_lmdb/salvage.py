@@ -9,7 +9,6 @@ Of a sealed tier nothing is saved: the next opening starts it anew.
 
 from __future__ import annotations
 
-import json
 import shutil
 import struct
 from contextlib import suppress
@@ -162,8 +161,8 @@ def _numbered(entries: Sequence[Entry], first: int) -> list[Entry]:
 
 
 def _namespace(fingerprint: bytes, load: Callable[[], bytes]) -> Namespace | None:
-    with suppress(AttributeError, KeyError, TypeError, ValueError, PageError, OSError):
-        space = Namespace.from_manifest(json.loads(load()))
+    with suppress(ValueError, PageError, OSError):
+        space = Namespace.from_json(load())
         return space if space.fingerprint == fingerprint else None
     return None
 

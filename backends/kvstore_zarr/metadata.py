@@ -29,6 +29,7 @@ from kvstore.layout import DTYPES
 from kvstore.namespace import Namespace
 from kvstore.sealing import PLAIN, SEAL_BYTES
 from kvstore.types import BlockKey
+from kvstore.untrusted import entry, fields, parsed
 from kvstore.versions import FORMAT_VERSION, check_version
 from kvstore_zarr.format import BlockFrame, DigestWords
 
@@ -236,15 +237,16 @@ def parse_namespace(data: bytes, name: str, place: str, seal: str | None = None)
     namespace is.
     """
     try:
-        facts = json.loads(data)["attributes"][_ATTRIBUTE]
+        attributes = entry(fields(parsed(data), "it"), "attributes", dict)
+        facts = fields(attributes.get(_ATTRIBUTE), "what kvstore says")
         version, manifest = facts.get("format"), facts.get("namespace")
-        found = str(facts.get(_SEALED, {}).get("keyring", PLAIN))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        found = str(fields(facts.get(_SEALED, {}), "how it is sealed").get("keyring", PLAIN))
+    except ValueError as error:
         _check_unreadable(name, place, error)
         return None
     try:
         namespace = Namespace.from_manifest(manifest)
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except ValueError as error:
         if is_namespace_name(name):
             _check_format(version, place)
             raise NotAStoreError(f"{place} does not describe a namespace ({error!r}): {_REMEDY}") from error

@@ -20,13 +20,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvstore.archive.compression import Compression
-from kvstore.archive.document import DRAFT_NAME, MANIFEST_NAME, ArchiveInfo, Manifest, Segment, Stored, plan_of, silent
+from kvstore.archive.document import (
+    DRAFT_NAME,
+    LAST_MOMENT,
+    MANIFEST_NAME,
+    ArchiveInfo,
+    Manifest,
+    Segment,
+    Stored,
+    plan_of,
+    silent,
+)
 from kvstore.archive.errors import ArchiveExistsError, SelectionError
 from kvstore.archive.nodes import METADATA_NAME, GridAxes, block_document, dump, group_document, small_array
 from kvstore.archive.overlapping import check_apart, check_in_no_tier
 from kvstore.archive.packing import Packing, ShardInMaking, page_memory, room_for
 from kvstore.archive.places import ArchivePlace
-from kvstore.archive.removing import check_not_held, sweep
+from kvstore.archive.removing import check_not_held, check_nothing_below, sweep
 from kvstore.archive.selecting import Selection, Start
 from kvstore.errors import ConfigurationError
 from kvstore.integrity import crc32c
@@ -82,9 +92,10 @@ def create(
     Atomic: there is no archive before all of it is. One that was interrupted is continued by the same call. An archive
     of the same blocks, label and times that is there already is left as it is.
 
-    Raises `ArchiveExistsError` where something else stands, unless `overwrite` (which removes an archive first, and
-    raises `ArchiveHeldError` for one that is to be kept); `SelectionError` where the tier has not all of the blocks any
-    more; a `ConfigurationError` or a `StoreOpenError` for the URL; `TierUnavailable`.
+    Raises `ArchiveExistsError` where something else stands, unless `overwrite` (which removes an archive first, not
+    where another one stands below it, and raises `ArchiveHeldError` for one that is to be kept); `SelectionError` where
+    the tier has not all of the blocks any more; a `ConfigurationError` or a `StoreOpenError` for the URL;
+    `TierUnavailable`.
     """
     place = ArchivePlace.of(archive_url, name)
     check_apart(place, store.url)
@@ -106,6 +117,7 @@ def create(
                     " it, or overwrite it"
                 )
             check_not_held(there, str(place))
+            check_nothing_below(client, str(place))
             sweep(client, keep={DRAFT_NAME})
         return _Creation(client, place, store, work, progress or silent).run()
 
@@ -144,6 +156,10 @@ def _plan(
     tokens: Sequence[int] | None,
     keep_until: float | None,
 ) -> _Work:
+    if keep_until is not None and not 0 <= keep_until <= LAST_MOMENT:
+        raise SelectionError(
+            f"{place}: keep_until={keep_until} is no time up to the year 9999: give seconds since the epoch"
+        )
     Mark(label)  # what no tier could keep is no label here
     if not keys or len(set(keys)) < len(keys):
         raise SelectionError(f"{place}: {'a key is given twice' if keys else 'no keys: nothing to archive'}")

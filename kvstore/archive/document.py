@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.archive.compression import Compression
 from kvstore.archive.errors import ArchiveDamagedError
 from kvstore.namespace import Namespace
+from kvstore.untrusted import entry, fields, members, parsed
 from kvstore.versions import FORMAT_VERSION, check_version
 
 if TYPE_CHECKING:
@@ -21,11 +22,25 @@ if TYPE_CHECKING:
 
     from kvstore.types import BlockKey
 
-__all__ = ["DRAFT_NAME", "MANIFEST_NAME", "ArchiveInfo", "Manifest", "Segment", "Stored", "plan_of", "silent"]
+__all__ = [
+    "DRAFT_NAME",
+    "LAST_MOMENT",
+    "MANIFEST_NAME",
+    "ArchiveInfo",
+    "Manifest",
+    "Segment",
+    "Stored",
+    "plan_of",
+    "silent",
+]
 
 MANIFEST_NAME = "kvstore-archive.json"
 DRAFT_NAME = "kvstore-archive.draft.json"
 """There while an archive is in the making: whoever finds it without a manifest may go on with it, or remove it."""
+
+
+LAST_MOMENT = 253_402_300_799
+"""The end of the year 9999, up to which an archive can be kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,36 +170,38 @@ class Manifest:
         `OlderFormatError`.
         """
         try:
-            document = json.loads(data)
-            facts = document["kvstore_archive"]
+            document = fields(parsed(data), "it")
+            facts = entry(document, "kvstore_archive", dict)
             if _sealed({name: value for name, value in document.items() if name != "sha256"}) != data:
                 raise ValueError("its digest is another one")
-            check_version(facts["format"], place, "remove it, and archive the prefix anew")
-            namespace = Namespace.from_manifest(facts["namespace"])
-            segments = tuple(
-                Segment(one["blocks"], one["blocks_per_shard"], one["start"], bytes.fromhex(one["parent"]))
-                for one in facts["groups"]
-            )
-            _check(facts, namespace, segments)
-            return cls(
-                namespace=namespace,
-                segments=segments,
-                compression=Compression.parse(facts["compression"]),
-                plan=bytes.fromhex(facts["plan"]),
-                label=facts["label"],
-                created=facts["created"],
-                version=facts["version"],
-                source=facts["source"],
-                keep_until=facts["keep_until"],
-                has_token_ids=facts["token_ids"],
-                nbytes=facts["nbytes"],
-                objects={path: Stored(*stored) for path, stored in document["objects"].items()},
-            )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            check_version(entry(facts, "format", int), place, "remove it, and archive the prefix anew")
+            return cls._read(facts, entry(document, "objects", dict))
+        except ValueError as error:
             raise ArchiveDamagedError(
                 f"{place}: the manifest of this archive is damaged ({error}); what it holds cannot be trusted: remove"
                 " it, and archive the prefix anew"
             ) from error
+
+    @classmethod
+    def _read(cls, facts: Mapping[str, Any], objects: Mapping[str, Any]) -> Manifest:
+        """Raises `ValueError` for what `dump` cannot have written."""
+        namespace = Namespace.from_manifest(facts.get("namespace"))
+        segments = tuple(map(_segment, members(facts, "groups", dict)))
+        _check(facts, namespace, segments)
+        return cls(
+            namespace=namespace,
+            segments=segments,
+            compression=Compression.parse(entry(facts, "compression", str)),
+            plan=bytes.fromhex(entry(facts, "plan", str)),
+            label=entry(facts, "label", str),
+            created=_moment(facts, "created"),
+            version=entry(facts, "version", str),
+            source=entry(facts, "source", str),
+            keep_until=None if facts.get("keep_until", ...) is None else _moment(facts, "keep_until"),
+            has_token_ids=entry(facts, "token_ids", bool),
+            nbytes=entry(facts, "nbytes", int),
+            objects={path: _stored(objects, path) for path in objects},
+        )
 
 
 def plan_of(
@@ -199,9 +216,28 @@ def plan_of(
     return digest.digest()
 
 
+def _segment(said: Mapping[str, Any]) -> Segment:
+    blocks, room, start = (entry(said, name, int) for name in ("blocks", "blocks_per_shard", "start"))
+    return Segment(blocks, room, start, bytes.fromhex(entry(said, "parent", str)))
+
+
+def _stored(objects: Mapping[str, Any], path: str) -> Stored:
+    size, crc = members(objects, path, int)
+    return Stored(size, crc)
+
+
+def _moment(facts: Mapping[str, Any], name: str) -> float:
+    """Seconds since the epoch, of which a date can be made."""
+    kind = float if type(facts.get(name)) is float else int
+    moment: float = entry(facts, name, kind)
+    if not 0 <= moment <= LAST_MOMENT:
+        raise ValueError(f"{name!r} is {moment}, and no time")
+    return moment
+
+
 def _check(facts: Mapping[str, Any], namespace: Namespace, segments: Sequence[Segment]) -> None:
     """Raise `ValueError` where what a manifest says cannot be, whoever wrote it."""
-    if facts["fingerprint"] != namespace.name or len(segments) != len(namespace.layouts):
+    if facts.get("fingerprint") != namespace.name or len(segments) != len(namespace.layouts):
         raise ValueError("it contradicts itself about its namespace")
     if min(one.blocks for one in segments) < 0 or not any(one.blocks for one in segments):
         raise ValueError("it has no blocks")

@@ -1,7 +1,12 @@
-"""Removing an archive, or what an interrupted creation left: the manifest first, so that there is no half of one."""
+"""Removing an archive, or what an interrupted creation left: the manifest first, so that there is no half of one.
+
+What is removed goes by its path: an archive's objects have paths that nothing else has (`is_own`), and whatever else
+somebody keeps below its folder stays.
+"""
 
 from __future__ import annotations
 
+import re
 import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -9,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.archive.document import DRAFT_NAME, MANIFEST_NAME, Manifest
-from kvstore.archive.errors import ArchiveDamagedError, ArchiveHeldError, NoArchiveError
+from kvstore.archive.errors import ArchiveDamagedError, ArchiveExistsError, ArchiveHeldError, NoArchiveError
 from kvstore.archive.nodes import METADATA_NAME
 from kvstore.archive.places import ArchivePlace
 
@@ -20,7 +25,11 @@ if TYPE_CHECKING:
     from kvstore.objects.client import ObjectClient
     from kvstore.url import TierURL
 
-__all__ = ["check_not_held", "remove", "sweep"]
+__all__ = ["check_not_held", "check_nothing_below", "is_own", "remove", "sweep"]
+
+_NODE = r"(?:g\d+(?:_digests|_positions|_checksums)?|tokens)"
+_OWN = re.compile(rf"{re.escape(MANIFEST_NAME)}|{re.escape(DRAFT_NAME)}|(?:{_NODE}/)?zarr\.json|{_NODE}/c(?:/\d+)+")
+_OWN_FOLDER = re.compile(rf"(?:{_NODE}(?:/c(?:/\d+)*)?)?")
 
 
 def remove(archive_url: str | Mapping[str, Any] | TierURL, *, force: bool = False) -> None:
@@ -28,7 +37,8 @@ def remove(archive_url: str | Mapping[str, Any] | TierURL, *, force: bool = Fals
 
     Raises `ArchiveHeldError` where it is to be kept for longer, `NoArchiveError` where there is nothing of the kind,
     `ArchiveDamagedError` for one whose manifest cannot be read (it may have been to be kept). `force` removes those as
-    well, the second excepted.
+    well, the second excepted. Raises `ArchiveExistsError` where another archive stands below it. What is of no archive
+    stays where it is.
     """
     place = ArchivePlace.of(archive_url)
     with place.client() as client:
@@ -41,6 +51,7 @@ def remove(archive_url: str | Mapping[str, Any] | TierURL, *, force: bool = Fals
             except ArchiveDamagedError as error:
                 raise ArchiveDamagedError(f"{error}; whether it was to be kept cannot be told (force)") from None
     with place.client(writes=True) as client:
+        check_nothing_below(client, str(place))
         sweep(client, keep=())
 
 
@@ -51,10 +62,29 @@ def check_not_held(manifest: Manifest, place: str) -> None:
         raise ArchiveHeldError(f"{place}: this archive is to be kept until {until}; nothing was removed")
 
 
+def check_nothing_below(client: ObjectClient, place: str) -> None:
+    """Raise `ArchiveExistsError` where another archive, or one in the making, stands below this one."""
+    for page in client.list():
+        for entry in page:
+            folder, _, name = entry.path.rpartition("/")
+            if folder and name in (MANIFEST_NAME, DRAFT_NAME):
+                raise ArchiveExistsError(
+                    f"{place}: another archive stands in it, {folder!r}: remove that one first; nothing was removed"
+                )
+
+
+def is_own(path: str) -> bool:
+    """Whether an object of that path, relative to an archive's folder, can be a part of the archive."""
+    return _OWN.fullmatch(path) is not None
+
+
 def sweep(client: ObjectClient, *, keep: Collection[str]) -> None:
-    """Remove every object of an archive but those in `keep`; what makes it one first, what says whose it was last."""
-    found = {entry.path for page in client.list() for entry in page}
-    found |= {entry.path for entry in client.leftovers()}
+    """Remove every object of an archive but those in `keep`, and what writers of it that died left; what makes it one
+    first, what says whose it was last.
+    """
+    found = {entry.path for page in client.list() for entry in page if is_own(entry.path)}
+    left = (entry.path for entry in client.leftovers())
+    found |= {path for path in left if _OWN_FOLDER.fullmatch(path.rpartition("/")[0])}
     listed = found - set(keep)
     if MANIFEST_NAME in listed and DRAFT_NAME not in found:
         client.put(DRAFT_NAME, [np.frombuffer(b"{}\n", np.uint8)], new=False)

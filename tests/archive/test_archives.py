@@ -44,6 +44,7 @@ from kvstore.archive import (
     select,
 )
 from kvstore.archive.document import DRAFT_NAME, MANIFEST_NAME
+from kvstore.archive.removing import is_own
 from kvstore.deriving import keys_of_tokens
 from kvstore.errors import ConfigurationError, InvalidOptionError, InvalidURLError, StoreFullError, UnknownSchemeError
 
@@ -286,6 +287,52 @@ class TestKeeping:
         url, _ = archived(tmp_path, keep_until=time.time() - 1)
         remove(url)
         assert not (tmp_path / "archives" / "one").exists()
+
+
+class TestWhatIsNotTheArchives:
+    def test_an_archive_below_another_keeps_it_from_being_removed_or_overwritten(self, tmp_path: Path) -> None:
+        url, info = archived(tmp_path)
+        with open_store(f"file://{tmp_path}/source") as store:
+            child = create(url, store, SPACE, KEYS[:2], name="child", label="held", keep_until=time.time() + 1000)
+            for force in (False, True):
+                with pytest.raises(ArchiveExistsError, match="'child'"):
+                    remove(url, force=force)
+            with pytest.raises(ArchiveExistsError, match="'child'"):
+                create(url, store, SPACE, KEYS[:3], overwrite=True)
+        for one in (url, child.url):
+            with open_archive(one) as archive:
+                assert archive.verify().ok
+        remove(child.url, force=True)
+        remove(info.url)
+        assert not (tmp_path / "archives" / "one").exists()
+
+    @pytest.mark.parametrize("what", ["remove", "overwrite", "continue"])
+    def test_what_somebody_keeps_in_its_folder_stays(self, tmp_path: Path, what: str) -> None:
+        url, _ = archived(tmp_path, tokens=IDS)
+        root = tmp_path / "archives" / "one"
+        others = ["notes.txt", "g0/notes.txt", "g0/c/notes.txt", "g0/c/x/0", "papers/zarr.json", "other/g0/c/0/0"]
+        for other in others:
+            (root / other).parent.mkdir(parents=True, exist_ok=True)
+            (root / other).write_text(other)
+        if what == "remove":
+            remove(url)
+            assert sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()) == sorted(others)
+        else:
+            if what == "continue":
+                (root / MANIFEST_NAME).rename(root / DRAFT_NAME)
+            with open_store(f"file://{tmp_path}/source") as store:
+                create(url, store, SPACE, KEYS[:2], overwrite=what == "overwrite")
+            assert not (root / "tokens").exists()
+            with open_archive(url) as archive:
+                assert archive.verify().ok
+            assert [(root / other).read_text() for other in others] == others
+
+    def test_all_that_an_archive_consists_of_is_known_as_its_own(self, tmp_path: Path) -> None:
+        archived(tmp_path, tokens=IDS)
+        root = tmp_path / "archives" / "one"
+        paths = [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()]
+        assert len(paths) > 8
+        assert [path for path in paths if not is_own(path)] == []
 
 
 class TestWords:
