@@ -132,8 +132,9 @@ class BlockStore(ABC):
     def get_many_into(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
         """Read each block into its buffer and verify it: checksum, key, namespace, size.
 
-        A HIT counts as a use: it makes the block young for eviction. A CORRUPT block is removed, so that the next put
-        replaces it, unless the store is read-only.
+        A HIT counts as a use: it makes the block young for eviction. Of the blocks of one batch, which are given in the
+        order of their prefix, the first is the youngest then: a prefix is of use up to its first gap. A CORRUPT block
+        is removed, so that the next put replaces it, unless the store is read-only.
         """
 
     @abstractmethod
@@ -156,6 +157,11 @@ class BlockStore(ABC):
         lost then, and what was held is released all the same.
         """
 
+    def ensure_open(self) -> None:  # noqa: B027 - for those that take the defaults below
+        """Raise `StoreClosedError` after `close`, and in a forked child. The defaults of verbs ask it, so that a store
+        which defines it refuses them as it does the others.
+        """
+
     def check_many(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
         """`get_many_into`, for who only looks after blocks: where a store keeps when blocks were used, this is no use.
 
@@ -169,14 +175,18 @@ class BlockStore(ABC):
         Such a block is left alone. Looks at each once more. This default knows of none.
         """
         del namespace
+        self.ensure_open()
         return [False] * len(keys)
 
-    def touch_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:  # noqa: B027 - optional
-        """Make blocks young for eviction without reading them; unknown keys are passed over.
+    def touch_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
+        """Make blocks young for eviction without reading them, the first the youngest, as in `get_many_into`; unknown
+        keys are passed over.
 
         Recency is told, not guessed: the hottest prefix lives in memory above and is never read from here. May
         take effect later (with the next put). A store that evicts nothing does nothing.
         """
+        del namespace, keys
+        self.ensure_open()
 
     def mark_many(self, namespace: Namespace, keys: Sequence[BlockKey], mark: Mark) -> list[MarkOutcome]:
         """Say something of blocks that are there; what was said of them before stays.
@@ -187,6 +197,7 @@ class BlockStore(ABC):
         the mark without its pin and are `UNPINNED`. A store without `Capabilities.marks` says `MISSING` of each.
         """
         del namespace, mark
+        self.ensure_open()
         return [MarkOutcome.MISSING] * len(keys)
 
     def unmark_many(self, namespace: Namespace, keys: Sequence[BlockKey], mark: Mark) -> list[bool]:
@@ -194,6 +205,7 @@ class BlockStore(ABC):
         block that had any. Without its last pin a block is as young for eviction as its last use says.
         """
         del namespace, mark
+        self.ensure_open()
         return [False] * len(keys)
 
     def scan_marked(self, namespace: Namespace, mark: Mark) -> Iterator[BlockInfo]:
@@ -251,6 +263,7 @@ class BlockStore(ABC):
         still: an I/O error, say, kept it from being overwritten.
         """
         del overwrite, advance
+        self.ensure_open()
         return [Residue("bytes of removed blocks, wherever this store keeps what it was told to remove")]
 
     def sealed_with(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bytes | None]:
@@ -258,6 +271,7 @@ class BlockStore(ABC):
         there is no block, or none that is sealed.
         """
         del namespace
+        self.ensure_open()
         return [None] * len(keys)
 
     def reseal_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[ResealOutcome]:
@@ -269,10 +283,12 @@ class BlockStore(ABC):
         least recently used blocks may go for the second copies. This default replaces none.
         """
         del namespace
+        self.ensure_open()
         return [ResealOutcome.KEPT] * len(blocks)
 
     def leftovers(self, *, remove: bool = False) -> list[Leftover]:  # noqa: ARG002 - for stores that have some
         """What writers that died left in the tier, and nothing takes away by itself; `remove` takes it away."""
+        self.ensure_open()
         return []
 
     def repair(self) -> list[Repaired]:
@@ -280,6 +296,7 @@ class BlockStore(ABC):
 
         The blocks' bytes are not read: `check_many` does that. Nothing happens on a read-only store.
         """
+        self.ensure_open()
         return []
 
     def unseen(self) -> list[Unseen]:
@@ -288,13 +305,16 @@ class BlockStore(ABC):
         Whoever says of a tier as a whole that it was copied, checked, or is gone, has to say it of these, too. May take
         as long as a listing of the tier.
         """
+        self.ensure_open()
         return []
 
-    def take_in(self, *, blocks: bool) -> None:  # noqa: B027 - optional
+    def take_in(self, *, blocks: bool) -> None:
         """Have scans list what they can of `unseen`, without reading it: documents that follow from the store's own
         records are written anew, and with `blocks` files that the records do not know are entered into them; nothing is
         evicted for that. Nothing happens on a read-only store.
         """
+        del blocks
+        self.ensure_open()
 
     def purge_unseen(
         self, *, names: Collection[str], refuse_s: float = REFUSE_S, overwrite: bool = True
@@ -304,6 +324,7 @@ class BlockStore(ABC):
         Only what has our names goes. Blocks are `REFUSED` afterwards, as after `purge_many`, where their addresses are
         known. Nothing happens on a read-only store.
         """
+        self.ensure_open()
         del names, refuse_s, overwrite
         return []
 

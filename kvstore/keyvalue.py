@@ -319,6 +319,10 @@ class KeyValueStore(KeyValueHooks, BlockStore):
             if self._sealer is not None:
                 self._sealer.close()
 
+    def ensure_open(self) -> None:
+        with self._use:
+            pass
+
     @contextmanager
     def _using(self) -> Generator[None]:
         with self._use:

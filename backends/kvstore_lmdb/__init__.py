@@ -390,6 +390,9 @@ class LMDBStore(BlockStore):
             if self._sealer is not None:
                 self._sealer.close()
 
+    def ensure_open(self) -> None:
+        self._tier.environment.ensure_open()
+
     def _addresses(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bytes]:
         addresses = addresses_of(namespace, keys)
         self._tier.environment.ensure_open()

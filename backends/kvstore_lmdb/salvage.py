@@ -9,17 +9,18 @@ Of a sealed tier nothing is saved: the next opening starts it anew.
 
 from __future__ import annotations
 
-import shutil
 import struct
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby, islice
-from typing import TYPE_CHECKING
+from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from kvstore.errors import InvalidBlockError, StoreAccessError
+from kvstore.errors import InvalidBlockError, StoreAccessError, StoreFullError
 from kvstore.lmdb_files import damage, readable
 from kvstore.lmdb_pages import PageError
 from kvstore.namespace import FINGERPRINT_BYTES, Namespace
@@ -29,7 +30,7 @@ from kvstore.registry import backend_class
 from kvstore.repairing import Repaired
 from kvstore.sealing import ENCRYPTION
 from kvstore.tombs import tombs_in
-from kvstore.types import BlockWrite
+from kvstore.types import BlockWrite, PutOutcome
 from kvstore.url import CAPACITY, MODE, TierURL, local_path
 from kvstore.versions import check_version
 from kvstore_lmdb.entry import HEADER_BYTES, identified, is_intact, place_of, stored_bytes
@@ -39,15 +40,13 @@ from kvstore_lmdb.seat import STORES, Seat
 from kvstore_lmdb.space import SMALLEST_CAPACITY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from kvstore.lmdb_files import Entries
 
 __all__ = ["salvage"]
 
-_AT_ONCE = 16
-"""Blocks in memory at a time."""
+_Block: TypeAlias = "tuple[Namespace, Entry, bytes]"
 
 
 def salvage(url: TierURL) -> list[Repaired]:
@@ -56,29 +55,39 @@ def salvage(url: TierURL) -> list[Repaired]:
     Wants room for a second copy of what is saved. Raises a `StoreOpenError`; then everything is as it was.
     """
     directory = local_path(url)
-    beside = directory.with_name(f".{directory.name}.salvaged")
     mode = url.option(MODE) if MODE.name in url.raw_options else mode_of(directory / "gate")
     saved: int | None = None
     with explained(directory), Presence.opening(directory, mode=mode) as presence:
         if not presence.alone:
             raise StoreAccessError(f"{directory} is in use: close it everywhere before it is repaired")
         if url.option(ENCRYPTION) is None and damage(directory, thorough=False, values=True) is not None:
-            try:
-                saved = _save(directory, beside, mode, booked=presence.found not in (State.CLEAN, State.DIRTY))
+            with _folder_beside(directory.resolve()) as beside:
+                booked = presence.found not in (State.CLEAN, State.DIRTY)
+                saved = _save(directory, beside / "tier", mode, booked=booked)
                 presence.mark(State.REBUILDING)
-                (beside / "data.mdb").replace(directory / "data.mdb")
+                (beside / "tier" / "data.mdb").replace(directory / "data.mdb")
                 (directory / "lock.mdb").unlink(missing_ok=True)
-            finally:
-                shutil.rmtree(beside, ignore_errors=True)
     with presence.closing():
         return (
             [] if saved is None else [Repaired("blocks saved out of a damaged environment, which was made anew", saved)]
         )
 
 
+@contextmanager
+def _folder_beside(directory: Path) -> Generator[Path]:
+    """A new folder that is nobody else's, on the same disk; it goes with whatever is in it."""
+    name = f".{directory.name}."
+    with TemporaryDirectory(".salvaged", name, directory.parent, ignore_cleanup_errors=True) as path:
+        if Path(path).stat().st_dev != directory.stat().st_dev:
+            raise StoreAccessError(
+                f"{directory} is where a disk is mounted, and what is saved is written beside it: move the tier into a"
+                " folder of that disk, and repair it there"
+            )
+        yield Path(path)
+
+
 def _save(directory: Path, beside: Path, mode: int, *, booked: bool) -> int:
     """Make the new tier at `beside`, synced; how many blocks it has."""
-    shutil.rmtree(beside, ignore_errors=True)
     with (directory / "data.mdb").open("rb") as file:
         table = readable(file.fileno())
         _check_format(directory, table("info").get(b"format"))
@@ -91,11 +100,11 @@ def _save(directory: Path, beside: Path, mode: int, *, booked: bool) -> int:
             with tier.catalog.write() as change:
                 change.tombs.bury_again(found.tombs)
             for space, batch in groupby(found.blocks(booked=booked), lambda block: block[0]):
-                while some := list(islice(batch, _AT_ONCE)):
+                for some in _few(batch, tier.space.chunk):
                     entries, values = [entry for _, entry, _ in some], [value for _, _, value in some]
-                    puts.publish(
-                        space, sum(entry.size for entry in entries), partial(_numbered, entries), values, alone
-                    )
+                    need = sum(entry.size for entry in entries)
+                    outcomes = puts.publish(space, need, partial(_numbered, entries), values, alone)
+                    _check_saved(directory, outcomes)
             tier.environment.sync()
             with tier.catalog.read() as snapshot:
                 return snapshot.totals().blocks
@@ -130,7 +139,7 @@ class _Found:
             b"seal" in table("info"),
         )
 
-    def blocks(self, *, booked: bool) -> Iterator[tuple[Namespace, Entry, bytes]]:
+    def blocks(self, *, booked: bool) -> Iterator[_Block]:
         """Each block that passes its checks, as its entry and its value, those used longest ago first. `booked`: only
         those that the catalogue knows; of others it is known when they were stored.
         """
@@ -154,6 +163,27 @@ class _Found:
                 entry = replace(entry or Entry(address, 0, created, created), size=stored_bytes(payload.nbytes))
                 space.check_write(BlockWrite(entry.key, payload.data))
                 yield space, entry, value
+
+
+def _few(blocks: Iterator[_Block], most: int) -> Iterator[list[_Block]]:
+    """Some at a time: together at most `most` bytes, or one."""
+    some: list[_Block] = []
+    for block in blocks:
+        if some and sum(entry.size for _, entry, _ in some) + block[1].size > most:
+            yield some
+            some = []
+        some.append(block)
+    if some:
+        yield some
+
+
+def _check_saved(directory: Path, outcomes: Sequence[PutOutcome]) -> None:
+    lost = [outcome for outcome in outcomes if not outcome.present]
+    if lost:
+        raise StoreFullError(
+            f"{directory}: no room for a second copy of the blocks that can be saved ({lost[0].value}); nothing was"
+            " changed: make room on its disk, and repair it again"
+        )
 
 
 def _numbered(entries: Sequence[Entry], first: int) -> list[Entry]:

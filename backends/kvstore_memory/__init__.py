@@ -178,7 +178,8 @@ class MemoryStore(BlockStore):
     def get_many_into(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
         shelf = self._open()
         checked = [(block.key, namespace.check_buffer(block.key, block.into, writable=True)) for block in blocks]
-        return [self._get(shelf, (namespace.fingerprint, key), into) for key, into in checked]
+        found = [self._get(shelf, (namespace.fingerprint, key), into) for key, into in reversed(checked)]
+        return found[::-1]
 
     def _get(self, shelf: _Shelf, address: tuple[bytes, BlockKey], into: np.ndarray) -> GetOutcome:
         with shelf.lock:
@@ -237,7 +238,7 @@ class MemoryStore(BlockStore):
         for key in keys:
             namespace.check_key(key)
         with shelf.lock:
-            for key in keys:
+            for key in reversed(keys):  # the first is to be the youngest
                 entry = shelf.entries.get((namespace.fingerprint, key))
                 if entry is not None and not entry.has_expired(self._retention, self._retention.cutoff()):
                     shelf.entries.move_to_end((namespace.fingerprint, key))
@@ -309,6 +310,9 @@ class MemoryStore(BlockStore):
 
     def close(self) -> None:
         self._shelf = None
+
+    def ensure_open(self) -> None:
+        self._open()
 
     def _open(self) -> _Shelf:
         if self._shelf is None or self._pid != os.getpid():

@@ -347,6 +347,10 @@ class LocalZarrStore(BlockStore):
         with self._telling():
             close_tier(self._tier)
 
+    def ensure_open(self) -> None:
+        with self._using():
+            pass
+
     @contextmanager
     def _using(self) -> Generator[LocalTier]:
         """The tier, for one verb; `close` waits for it to end."""

@@ -16,6 +16,7 @@ import logging
 import os
 import stat
 import threading
+import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,8 +32,17 @@ if TYPE_CHECKING:
 
 __all__ = ["DataKey", "Keyring", "Ring"]
 
+PATIENCE_S = 5.0
+"""How long who wants to write a keyring waits for another: puts of a tenant without a key wait, and slots with them."""
+STALLED_PATIENCE_S = 0.05
+"""How long who comes later waits, while it is known that somebody keeps the lock."""
+_PAUSE_S = 0.01
 _MODE = 0o600
 _log = logging.getLogger("kvstore.sealing")
+
+
+class _LockedError(KeyringError):
+    """Somebody else has the lock, and keeps it."""
 
 
 class DataKey(NamedTuple):
@@ -76,6 +86,7 @@ class Keyring:
         self._file = -1
         self._version: tuple[int, ...] = ()
         self._ring = Ring()
+        self._is_stalled = False
         self._document, file = _read(path)
         if not self._document.is_wrapped_by(operator_key):
             os.close(file)
@@ -214,18 +225,24 @@ class Keyring:
         by, and readers in this process do not wait for it.
         """
         self._check_open()
-        with _writing(self.path) as path:
-            before, file = _read(path)
-            os.close(file)
-            if before.id != self._document.id:
-                raise KeyringError(f"{self.path} is another keyring than the one that was opened: open the tier anew")
-            if not before.is_wrapped_by(self._operator_key):
-                raise KeyringError(
-                    f"{self.path}: its operator's key was changed meanwhile: open the tier with the new one"
-                )
-            after = act(before)
-            if after != before:
-                _replace(path, after)
+        try:
+            with _writing(self.path, STALLED_PATIENCE_S if self._is_stalled else None) as path:
+                self._is_stalled = False
+                self._change_locked(path, act)
+        except _LockedError:
+            self._is_stalled = True
+            raise
+
+    def _change_locked(self, path: Path, act: Callable[[Document], Document]) -> None:
+        before, file = _read(path)
+        os.close(file)
+        if before.id != self._document.id:
+            raise KeyringError(f"{self.path} is another keyring than the one that was opened: open the tier anew")
+        if not before.is_wrapped_by(self._operator_key):
+            raise KeyringError(f"{self.path}: its operator's key was changed meanwhile: open the tier with the new one")
+        after = act(before)
+        if after != before:
+            _replace(path, after)
 
     def _check_open(self) -> None:
         if self._file < 0:
@@ -276,7 +293,7 @@ def _version_of(status: os.stat_result) -> tuple[int, ...]:
 
 
 @contextmanager
-def _writing(path: Path) -> Generator[Path]:
+def _writing(path: Path, patience_s: float | None = None) -> Generator[Path]:
     """The lock of who writes the keyring, in any process; where the keyring really is, if `path` is a link. Raises
     `KeyringError` where nothing can be written.
     """
@@ -289,11 +306,28 @@ def _writing(path: Path) -> Generator[Path]:
             " process that may write it store for each tenant first"
         ) from error
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        _lock(file, path, PATIENCE_S if patience_s is None else patience_s)
         yield path
     finally:
         fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open
         os.close(file)
+
+
+def _lock(file: int, path: Path, patience_s: float) -> None:
+    """Take the lock, unless who has it keeps it for longer than it takes to write a keyring."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise _LockedError(
+                    f"{path} has been locked for {PATIENCE_S:.3g} s or more by a process that changes it, or was"
+                    f" stopped while it did: find it (lslocks, fuser {path}.lock) and let it go on or end it"
+                ) from None
+            time.sleep(_PAUSE_S)
+        else:
+            return
 
 
 def _lock_file(path: Path) -> int:

@@ -187,6 +187,24 @@ class FactTests(StoreHooks):
             assert store.contains_many(BIG, keys(old[:3])) == [True, False, False]
             assert get(store, [old[0]], BIG) == [HIT]
 
+    @pytest.mark.parametrize("use", ["get", "touch"])
+    def test_of_a_batch_that_was_used_at_once_the_end_goes_first(self, bounded_url: str, use: str) -> None:
+        """A prefix is of use up to its first gap."""
+        with open_store(bounded_url, capacity=CAPACITY) as store:
+            store.put_many(BIG, writes(range(8), BIG))
+            if use == "get":
+                assert get(store, range(8), BIG) == [HIT] * 8
+            else:
+                store.touch_many(BIG, keys(range(8)))
+            seen: list[list[bool]] = []
+            number = 8
+            while not seen or any(seen[-1]):
+                store.put_many(BIG, [write(number, BIG)])
+                seen.append(store.contains_many(BIG, keys(range(8))))
+                number += 1
+            assert all(there == sorted(there, reverse=True) for there in seen)
+            assert len({sum(there) for there in seen}) > 2
+
     def test_a_batch_of_which_only_a_part_fits_says_so_block_by_block(self, bounded_url: str) -> None:
         with open_store(bounded_url, capacity=CAPACITY) as store:
             outcomes = store.put_many(BIG, writes(range(40), BIG))

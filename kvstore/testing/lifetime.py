@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
 import os
 import re
 import warnings
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -21,13 +24,15 @@ from kvstore.testing.elsewhere import delete, hammer, in_a_new_process, in_anoth
 from kvstore.testing.facts import BIG, CAPACITY
 from kvstore.testing.hooks import StoreHooks, knows_capacity
 from kvstore.testing.supply import MIB, SPACE, get, held, key, keys, write, writes
-from kvstore.types import BlockRead, GetOutcome, PutOutcome
+from kvstore.types import BlockInfo, BlockRead, GetOutcome, PutOutcome
 from kvstore.url import TierURL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 HIT, MISS = GetOutcome.HIT, GetOutcome.MISS
+
+OTHER = dataclasses.replace(SPACE, revision="another")
 
 VERBS: dict[str, Callable[[BlockStore], object]] = {
     "namespaces": lambda store: store.namespaces(),
@@ -43,14 +48,39 @@ VERBS: dict[str, Callable[[BlockStore], object]] = {
     "purge_many": lambda store: store.purge_many(SPACE, [key(1)]),
     "finish_purge": lambda store: store.finish_purge(),
     "scan_marked": lambda store: list(store.scan_marked(SPACE, Mark("a"))),
+    "scan_ages": lambda store: list(store.scan_ages(SPACE)),
+    "check_many": lambda store: store.check_many(SPACE, [BlockRead(key(1), bytearray(SPACE.block_bytes()))]),
+    "of_later_version": lambda store: store.of_later_version(SPACE, [key(1)]),
+    "remove_unused": lambda store: store.remove_unused(SPACE, [BlockInfo(key(1), 1, 0.0, 0.0)]),
+    "drop_namespace": lambda store: store.drop_namespace(OTHER),
+    "sealed_with": lambda store: store.sealed_with(SPACE, [key(1)]),
+    "reseal_many": lambda store: store.reseal_many(SPACE, [write(1)]),
+    "leftovers": lambda store: store.leftovers(),
+    "repair": lambda store: store.repair(),
+    "amiss": lambda store: store.amiss(),
+    "unseen": lambda store: store.unseen(),
+    "take_in": lambda store: store.take_in(blocks=False),
+    "purge_unseen": lambda store: store.purge_unseen(names=[]),
 }
+"""A use of each, of little effect: another namespace is dropped than the one that tests go on with."""
 
-OPTIONAL = ("touch_many", "mark_many", "unmark_many", "finish_purge")
+OPTIONAL = (
+    *("touch_many", "mark_many", "unmark_many", "finish_purge", "of_later_version", "sealed_with", "reseal_many"),
+    *("leftovers", "repair", "amiss", "unseen", "take_in", "purge_unseen"),
+)
+"""Those that do nothing where a store does not define them."""
+
+NO_VERBS = {"close", "ensure_open", "scrubbed"}
+"""The rest of a store's methods: what a tier's scrub has done may be asked at any time."""
 
 
 def verbs_of(store: BlockStore) -> list[str]:
-    """Those that it has itself: some are for stores that evict, or keep marks."""
-    inherited = [name for name in OPTIONAL if getattr(type(store), name) is getattr(BlockStore, name)]
+    """Those that have to know that it is closed: of the others the defaults answer, where it has no `ensure_open`."""
+    inherited = [
+        name
+        for name in OPTIONAL
+        if getattr(type(store), name) is getattr(BlockStore, name) and type(store).ensure_open is BlockStore.ensure_open
+    ]
     return [name for name in VERBS if name not in inherited]
 
 
@@ -67,6 +97,10 @@ def refuses(store: BlockStore) -> list[str]:
 
 class LifetimeTests(StoreHooks):
     """Opening and closing, alone and in company."""
+
+    def test_no_verb_is_forgotten_here(self) -> None:
+        methods = {name for name, _ in inspect.getmembers(BlockStore, inspect.isfunction) if not name.startswith("_")}
+        assert set(VERBS) == methods - NO_VERBS
 
     # Close
 
@@ -209,17 +243,21 @@ class LifetimeTests(StoreHooks):
 
     def test_threads_on_one_store_under_a_cap(self, bounded_url: str) -> None:
         options = {"capacity": 4 * MIB}
+        outcomes: Counter[object] = Counter()
         with open_store(bounded_url, **options) as store, ThreadPoolExecutor(8) as pool:
 
             def work(seed: int) -> None:
                 for step in range(40):
                     number = (seed * 7 + step * 3) % 90
-                    assert store.put_many(SPACE, writes([number, number + 1]))
-                    assert set(get(store, [number, number + 1])) <= {HIT, MISS}
+                    outcomes.update(store.put_many(SPACE, writes([number, number + 1])))
+                    outcomes.update(get(store, [number, number + 1]))
                     usage = store.usage()
                     assert usage.used + usage.reserved + usage.overhead <= 4 * MIB
 
             list(pool.map(work, range(8)))
+            assert {PutOutcome.STORED, PutOutcome.EXISTS, HIT} <= set(outcomes)
+            assert set(outcomes) <= {PutOutcome.STORED, PutOutcome.EXISTS, PutOutcome.FULL, HIT, MISS}
+            assert outcomes[PutOutcome.FULL] < outcomes[PutOutcome.STORED] // 2
             check_books(bounded_url)
 
     # Processes

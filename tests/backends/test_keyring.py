@@ -21,6 +21,7 @@ from weakref import WeakSet
 import numpy as np
 import pytest
 
+import kvstore.sealing.keyring
 from kvstore import BlockKey
 from kvstore.errors import InvalidOptionError, KeyringError
 from kvstore.registry import backend_class
@@ -202,6 +203,24 @@ class TestItsFile:
             finally:
                 fcntl.flock(lock, fcntl.LOCK_UN)
             assert new.result(10) == keyring.data_key("new")
+
+    def test_who_wants_to_write_waits_no_longer_than_its_patience_and_then_hardly_at_all(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(kvstore.sealing.keyring, "PATIENCE_S", 0.3)
+        keyring = Keyring.open(path, KEY)
+        with (path.parent / "keyring.json.lock").open("r+b") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            waited: list[float] = []
+            for _ in range(2):
+                began = time.monotonic()
+                with pytest.raises(KeyringError, match=r"locked for 0.3 s.*fuser"):
+                    keyring.data_key("new")
+                waited.append(time.monotonic() - began)
+            assert waited[0] >= 0.3
+            assert waited[1] < 0.3
+        assert keyring.data_key("new")
+        assert keyring.tenants() == ["new"]
 
     def test_once_closed_it_is_not_opened_by_being_asked(self, path: Path) -> None:
         keyring = Keyring.open(path, KEY)

@@ -4,6 +4,7 @@ one by one.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import struct
 from dataclasses import replace
@@ -15,6 +16,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from sealing_helpers import key_file, keyring, operator_key, sealed
 from tiers import Tier
 
+import kvstore.sealing.keyring
 from kvstore import BlockLayout, BlockWrite, GetOutcome, MarkOutcome, PutOutcome, open_store
 from kvstore.archive import create
 from kvstore.copying import copy
@@ -56,6 +58,22 @@ def of_tenant(number: int, tenant: str) -> BlockWrite:
 
 def everything_under(folder: Path) -> bytes:
     return b"".join(path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def test_blocks_of_a_tenant_whose_key_cannot_be_made_in_time_fail_and_others_are_stored(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kvstore.sealing.keyring, "PATIENCE_S", 0.1)
+    with open_store(url) as store:
+        assert store.put_many(SPACE, [of_tenant(1, "acme")]) == [STORED]
+        (lock,) = tmp_path.rglob("*.lock")
+        with lock.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # as `kvstore rekey` has it while it is stopped
+            for number in (2, 4):
+                batch = [of_tenant(number, "new"), of_tenant(number + 1, "acme")]
+                assert store.put_many(SPACE, batch) == [FAILED, STORED]
+        assert [record.message.count("locked") for record in caplog.records] == [1]
+        assert store.put_many(SPACE, [of_tenant(2, "new")]) == [STORED]
 
 
 class TestOnTheDevice:

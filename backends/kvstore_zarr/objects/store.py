@@ -412,6 +412,10 @@ class ObjectZarrStore(BlockStore):
             if self._sealer is not None:
                 self._sealer.close()
 
+    def ensure_open(self) -> None:
+        with self._at_work:
+            pass
+
     # One block
 
     def _prepare(self, tree: NamespaceTree, keys: Iterable[BlockKey]) -> tuple[dict[str, bytes], PutOutcome | None]:

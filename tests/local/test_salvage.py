@@ -1,0 +1,81 @@
+"""Saving what can be saved of an `lmdb://` tier: all of it or nothing, and nobody else's file is touched for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from local_helpers import HIT, STORED
+
+from kvstore import BlockLayout, Namespace, open_store
+from kvstore.errors import StoreFullError
+from kvstore.registry import backend_class
+from kvstore.testing.supply import KIB, MIB, SPACE, get, writes
+from kvstore.url import TierURL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kvstore.repairing import Repaired
+
+LARGE = Namespace("large", "revision-1", (BlockLayout.opaque(1 * MIB),), block_tokens=16)
+
+
+def damaged(root: Path, count: int, space: Namespace = SPACE, options: str = "") -> str:
+    """A tier with so many blocks, of which the first one's page is damaged."""
+    url = f"lmdb://{root}"
+    with open_store(url + options) as store:
+        assert store.put_many(space, writes(range(count), space)) == [STORED] * count
+    data = (root / "data.mdb").read_bytes()
+    with (root / "data.mdb").open("r+b") as file:
+        file.seek(data.index(b"kvblock\0") - 16)
+        file.write(b"\xff" * 16)
+    return url
+
+
+def salvaged(url: str) -> list[Repaired]:
+    parsed = TierURL.parse(url)
+    backend = backend_class(parsed)
+    return backend.salvage(parsed.validated(backend.options))
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def test_what_finds_no_room_stops_it_and_everything_is_as_it_was(small_disk: Callable[[int], Path]) -> None:
+    disk = small_disk(24 * MIB)
+    url = damaged(disk / "tier", 200)
+    before = contents(disk)
+    with pytest.raises(StoreFullError, match="nothing was changed"):
+        salvaged(url)
+    after = contents(disk)
+    assert set(after) == set(before)
+    assert after["tier/data.mdb"] == before["tier/data.mdb"]
+
+
+@pytest.mark.parametrize("what", ["link", "folder"])
+def test_it_neither_follows_nor_removes_what_has_a_name_beside_the_tier(tmp_path: Path, what: str) -> None:
+    url = damaged(tmp_path / "tier", 20)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "precious").write_text("mine")
+    if what == "link":
+        (tmp_path / ".tier.salvaged").symlink_to(theirs)
+    else:
+        theirs.rename(tmp_path / ".tier.salvaged")
+    (repaired,) = salvaged(url)
+    assert repaired.count >= 19
+    assert contents(tmp_path / ".tier.salvaged") == {"precious": b"mine"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"tier", "theirs", ".tier.salvaged"}
+    with open_store(url) as store:
+        assert get(store, range(1, 20)) == [HIT] * 19
+
+
+def test_large_blocks_under_a_small_cap_are_saved_too(tmp_path: Path) -> None:
+    url = damaged(tmp_path / "tier", 6, LARGE, f"?capacity={8 * MIB + 512 * KIB}")
+    salvaged(url)
+    with open_store(url) as store:
+        assert store.usage().capacity == 8 * MIB + 512 * KIB
+        assert get(store, range(1, 6), LARGE) == [HIT] * 5
