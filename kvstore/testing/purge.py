@@ -58,6 +58,13 @@ class PurgeTests(StoreHooks):
         assert all(residue.what for residue in store.finish_purge())
         assert get(store, range(4)) == [HIT, MISS, MISS, HIT]
 
+    def test_of_a_sound_store_every_block_is_seen(self, store: BlockStore) -> None:
+        store.put_many(SPACE, writes(range(4)))
+        assert (store.unseen(), store.amiss()) == ([], [])
+        store.take_in(blocks=True)
+        assert store.purge_unseen(names=[SPACE.name]) == []
+        assert get(store, range(4)) == [HIT] * 4
+
     def test_a_store_without_tombstones_says_so_and_takes_the_block_again(self, store: BlockStore) -> None:
         store.put_many(SPACE, [write(1)])
         store.purge_many(SPACE, keys([1]))

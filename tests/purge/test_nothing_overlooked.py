@@ -270,3 +270,28 @@ def test_blocks_without_a_manifest_go_from_every_other_tier(
     with kvstore.open_store(url) as store:
         store.put_many(SPACE, writes([9]))
         assert get(store, range(5)) == [MISS] * 5
+
+
+def test_nothing_is_deleted_from_the_catalogue_alone_where_a_document_is_gone(tmp_path: Path) -> None:
+    url, root = f"file://{tmp_path}/kv", tmp_path / "kv"
+    stored(url)
+    (root / SPACE.name / "zarr.json").unlink()
+    with kvstore.open_store(url) as store:
+        assert store.delete_many(SPACE, keys([1])) == [True]
+        assert found(root, range(5)) == {0, 2, 3, 4}
+        assert store.purge_many(SPACE, keys([2])) == [True]
+        assert found(root, range(5)) == {0, 3, 4}
+
+
+def test_files_that_the_catalogue_does_not_know_go_by_their_age(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, root = f"file://{tmp_path}/kv", tmp_path / "kv"
+    stored(url)
+    copied = file_of(root, 3).read_bytes()
+    with kvstore.open_store(url) as store:
+        store.delete_many(SPACE, keys([3]))
+    file_of(root, 3).write_bytes(copied)
+    code, told = machine(capsys, "purge", url, "--older-than", "0s", "--yes")
+    assert (code, told["tiers"][0]["blocks"]) == (EXIT_OK, 5)
+    assert found(root, range(5)) == set()
