@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
@@ -33,7 +33,7 @@ __all__ = ["purge_unseen", "unseen"]
 T = TypeVar("T")
 
 PUBLISHED_WITHIN_S = 0.2
-"""A put gives its files their names, and enters them in its next transaction."""
+"""A put gives its files their names, and enters them in its next transaction: who only reads waits that long."""
 AT_ONCE = 256
 
 
@@ -115,12 +115,19 @@ def _unknown(tier: LocalTier, tree: NamespaceTree) -> list[BlockFile]:
         with tier.catalog.read() as snapshot:
             known = set(snapshot.addresses(prefix))
         found += [file for address, file in files.items() if address not in known]
-    if not found:
-        return []
-    time.sleep(PUBLISHED_WITHIN_S)  # or they are just being stored
-    with tier.catalog.read() as snapshot:
-        entered = snapshot.contains([file.address for file in found])
-    return [file for file, known in zip(found, entered, strict=True) if not known and os.path.lexists(file.path)]
+    if found and tier.readonly:
+        time.sleep(PUBLISHED_WITHIN_S)
+    return [file for some in _batches(found) for file in _still_unknown(tier, some)]
+
+
+def _still_unknown(tier: LocalTier, files: list[BlockFile]) -> list[BlockFile]:
+    """Those of the files that are not just being stored: a put has their names locked, which who only reads cannot."""
+    addresses = [file.address for file in files]
+    with nullcontext() if tier.readonly else tier.names.hold(addresses), tier.catalog.read() as snapshot:
+        known = snapshot.contains(addresses)
+        return [
+            file for file, is_known in zip(files, known, strict=True) if not is_known and os.path.lexists(file.path)
+        ]
 
 
 def _beside(name: str, files: list[BlockFile], *, later: bool) -> Unseen:
