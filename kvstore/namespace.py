@@ -16,7 +16,7 @@ from kvstore.errors import InvalidBlockError
 from kvstore.keys import KEY_SCHEME
 from kvstore.layout import BlockLayout, as_bytes
 from kvstore.types import NO_POSITION
-from kvstore.untrusted import entry, fields, members, parsed
+from kvstore.untrusted import entry, fields, records
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -183,7 +183,7 @@ class Namespace:
         return cls(
             model=entry(said, "model", str),
             revision=entry(said, "revision", str),
-            layouts=tuple(map(BlockLayout.from_manifest, members(said, "layouts", dict))),
+            layouts=tuple(map(BlockLayout.from_manifest, records(said, "layouts"))),
             block_tokens=entry(said, "block_tokens", int),
             key_scheme=entry(said, "key_scheme", str),
             digest_bytes=entry(said, "digest_bytes", int),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["entry", "fields", "members", "parsed"]
+__all__ = ["entry", "fields", "members", "parsed", "record", "records"]
 
 T = TypeVar("T")
 
@@ -40,6 +40,19 @@ def entry(value: Mapping[str, Any], name: str, kind: type[T]) -> T:
     if type(found) is not kind:
         raise ValueError(f"{name!r} is {_shown(found)}, which is no {kind.__name__}")
     return found
+
+
+def record(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The field `name`, which is to be an object of JSON. Raises `ValueError`."""
+    if name not in value:
+        raise ValueError(f"it has no {name!r}")
+    return fields(value[name], repr(name))
+
+
+def records(value: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    """The field `name`, a list of objects of JSON. Raises `ValueError`."""
+    found = cast("list[object]", entry(value, name, list))
+    return [fields(member, f"what stands in {name!r}") for member in found]
 
 
 def members(value: Mapping[str, Any], name: str, kind: type[T]) -> list[T]:

@@ -29,7 +29,7 @@ from kvstore.layout import DTYPES
 from kvstore.namespace import Namespace
 from kvstore.sealing import PLAIN, SEAL_BYTES
 from kvstore.types import BlockKey
-from kvstore.untrusted import entry, fields, parsed
+from kvstore.untrusted import fields, parsed, record
 from kvstore.versions import FORMAT_VERSION, check_version
 from kvstore_zarr.format import BlockFrame, DigestWords
 
@@ -237,7 +237,7 @@ def parse_namespace(data: bytes, name: str, place: str, seal: str | None = None)
     namespace is.
     """
     try:
-        attributes = entry(fields(parsed(data), "it"), "attributes", dict)
+        attributes = record(fields(parsed(data), "it"), "attributes")
         facts = fields(attributes.get(_ATTRIBUTE), "what kvstore says")
         version, manifest = facts.get("format"), facts.get("namespace")
         found = str(fields(facts.get(_SEALED, {}), "how it is sealed").get("keyring", PLAIN))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.archive.compression import Compression
 from kvstore.archive.errors import ArchiveDamagedError
 from kvstore.namespace import Namespace
-from kvstore.untrusted import entry, fields, members, parsed
+from kvstore.untrusted import entry, fields, members, parsed, record, records
 from kvstore.versions import FORMAT_VERSION, check_version
 
 if TYPE_CHECKING:
@@ -171,11 +171,11 @@ class Manifest:
         """
         try:
             document = fields(parsed(data), "it")
-            facts = entry(document, "kvstore_archive", dict)
+            facts = record(document, "kvstore_archive")
             if _sealed({name: value for name, value in document.items() if name != "sha256"}) != data:
                 raise ValueError("its digest is another one")
             check_version(entry(facts, "format", int), place, "remove it, and archive the prefix anew")
-            return cls._read(facts, entry(document, "objects", dict))
+            return cls._read(facts, record(document, "objects"))
         except ValueError as error:
             raise ArchiveDamagedError(
                 f"{place}: the manifest of this archive is damaged ({error}); what it holds cannot be trusted: remove"
@@ -186,7 +186,7 @@ class Manifest:
     def _read(cls, facts: Mapping[str, Any], objects: Mapping[str, Any]) -> Manifest:
         """Raises `ValueError` for what `dump` cannot have written."""
         namespace = Namespace.from_manifest(facts.get("namespace"))
-        segments = tuple(map(_segment, members(facts, "groups", dict)))
+        segments = tuple(map(_segment, records(facts, "groups")))
         _check(facts, namespace, segments)
         return cls(
             namespace=namespace,
