@@ -16,7 +16,7 @@ from kvstore.errors import InvalidBlockError
 from kvstore.keys import KEY_SCHEME
 from kvstore.layout import BlockLayout, as_bytes
 from kvstore.types import NO_POSITION
-from kvstore.untrusted import entry, fields, records
+from kvstore.untrusted import entry, fields, parsed, records
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
