@@ -269,7 +269,14 @@ class Pages:
         low, high, flags, key_bytes = (words[page, (place >> 1) + word] for word in range(4))
         value_bytes = low | high << 16 if kind == _LEAF else np.zeros_like(low)
         here = np.where(flags & _BIG, 8, value_bytes) if kind == _LEAF else value_bytes
-        _demand(place + _NODE + key_bytes + here <= PAGE, named, "page: a node is too long")
+        end = place + (_NODE + key_bytes + here + 1 & ~1)
+        _demand(end <= PAGE, named, "page: a node is too long")
+        # LMDB leaves nothing between the nodes of a page: who believes a size that is wrong writes beyond.
+        order = np.argsort(page * PAGE + place)
+        following = np.append(place[order][1:], 0)
+        last = np.append(np.diff(page[order]) > 0, True)
+        _demand(end[order] == np.where(last, PAGE, following), named[order], "page: its nodes do not lie side by side")
+        _demand(np.minimum.reduceat(place, np.cumsum(count) - count) == upper, numbers, "page: it has room among nodes")
         _demand((kind == _BRANCH) | (flags <= _SUBTREE), named, "page: a node has unknown flags")
         return Nodes(numbers, data, page, place, flags, key_bytes, value_bytes, low | high << 16 | flags << 32)
 

@@ -165,9 +165,12 @@ def generation_of(value: memoryview | bytes) -> int:
 def used(address: bytes, value: bytearray, last_used: int, hits: int) -> tuple[bytes, tuple[bytes, bytes]]:
     """Write a use into a value in `meta`; the block's key in `age` before that, and its item there after it.
 
-    By way of an `Entry` it would take three times as long, and notes of use are the most of what is written.
+    By way of an `Entry` it would take three times as long, and notes of use are the most of what is written. Raises
+    `struct.error` for what is none.
     """
-    _, _, counted, size, generation, _, before, _ = _META.unpack_from(value)
+    _, length, counted, size, generation, _, before, _ = _META.unpack_from(value)
+    if len(value) != _META.size + length:  # it has marks, or its length is damaged: that is not to be written back
+        Entry.unpacked(address, bytes(value))
     after = max(before, last_used)
     _HITS.pack_into(value, _HITS_AT, min(counted + hits, _MOST_HITS))
     _ORDER_IN_META.pack_into(value, _LAST_USED_AT, after)
