@@ -105,7 +105,7 @@ def test_no_bit_makes_it_fail_itself_and_none_that_leads_astray_is_overlooked(da
 
 
 def test_the_size_of_every_node_is_looked_at(data: Path) -> None:
-    """LMDB's own verifier lets one pass that ends within the page; whoever writes such a value back writes beyond it."""
+    """LMDB's own verifier lets one pass that ends within the page; who writes such a value back writes beyond it."""
     raw, looked_at = data.read_bytes(), 0
     for number in pages(raw, LEAF):
         changed(data, raw, number * PAGE, bytes(PAGE))

@@ -159,8 +159,8 @@ def test_nothing_grows_over_many_restarts(store: StoreApart, memory: NDArray[np.
         os.kill(process_of(store), signal.SIGKILL)
         wait_for(lambda: store.process is None)
         assert get(store, EIGHT, memory[8:]) == [GetOutcome.HIT] * 8
-    assert descriptors() == open_before
-    assert threading.active_count() == threads
+    wait_for(lambda: descriptors() <= open_before)
+    assert threading.active_count() <= threads
 
 
 OWNER = """
