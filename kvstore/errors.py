@@ -1,4 +1,5 @@
-"""Every error kvstore raises, in one tree, grouped by what a caller would do about it.
+"""Every error kvstore raises, in one tree, grouped by what a caller would do about it. Those of one room alone stand
+there, under the same roots (`kvstore.archive`, `kvstore.vllm`, `kvstore.objects`).
 
 ::
 

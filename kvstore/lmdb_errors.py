@@ -1,6 +1,7 @@
 """What LMDB's errors mean for a tier, and what to do about them.
 
-Below `kvstore.lmdb_opening` and `kvstore.environment`, which let no error of LMDB's own out.
+Below `kvstore.lmdb_opening` and `kvstore.environment`, which let one error of LMDB's own out: `lmdb.MapFullError`
+of `Environment.write`, which backends answer by making room.
 """
 
 from __future__ import annotations
