@@ -48,9 +48,10 @@ def judge(report: Report, scheme: str) -> None:
     seen, onlooker = report.counts, report.observation
     assert seen["wrong"] == seen["corrupt"] == seen["failed"] == 0
     assert min(seen["stored"], seen["hit"], seen["exists"]) > report.rounds  # there was life between the deaths
-    strict = scheme == "file" and report.rounds >= 100  # the catalogue's word for it, where chance evens out
+    many = report.rounds >= 100  # where chance evens out
+    strict = scheme == "file" and many  # the catalogue's word for it
     inside = report.intents_of_the_dead if strict else report.kills_inside_puts
-    assert 3 * inside >= report.kills
+    assert (2 if many else 3) * inside >= report.kills
     assert onlooker is not None
     assert onlooker.walks > report.rounds
     assert onlooker.walks_over == 0, onlooker
