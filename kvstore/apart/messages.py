@@ -18,6 +18,8 @@ import pickle
 import struct
 from typing import TYPE_CHECKING, Any
 
+from kvstore.errors import TierUnavailable
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -28,7 +30,21 @@ if TYPE_CHECKING:
     from kvstore.namespace import Namespace
     from kvstore.types import BlockKey, BlockRead, BlockWrite
 
-__all__ = ["ALONG", "KEYS", "READS", "SCANS", "WRITES", "Frames", "Place", "frame", "keys", "places", "reads", "writes"]
+__all__ = [
+    "ALONG",
+    "KEYS",
+    "READS",
+    "SCANS",
+    "WRITES",
+    "Frames",
+    "Place",
+    "frame",
+    "keys",
+    "places",
+    "portable",
+    "reads",
+    "writes",
+]
 
 READS = frozenset({"get_many_into", "check_many"})
 WRITES = frozenset({"put_many", "reseal_many"})
@@ -68,6 +84,15 @@ class Frames:
             yield pickle.loads(bytes(self._bytes[start + _LENGTH.size : stop]))
             start = stop
         del self._bytes[:start]
+
+
+def portable(error: BaseException) -> BaseException:
+    """The error itself, or what can be said of one that does not survive the way."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return TierUnavailable(f"{type(error).__name__}: {error}")
+    return error
 
 
 def keys(blocks: Sequence[BlockKey]) -> list[tuple[bytes, int]]:

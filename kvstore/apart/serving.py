@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import pickle
 import select
 import signal
 import socket
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvstore.apart.messages import ALONG, KEYS, READS, SCANS, WRITES, Frames, frame
+from kvstore.apart.messages import ALONG, KEYS, READS, SCANS, WRITES, Frames, frame, portable
 from kvstore.background import NICENESS
 from kvstore.errors import TierUnavailable
 from kvstore.registry import open_store
@@ -129,7 +128,7 @@ class _Serving:
         try:
             answer = frame((ticket, call(), None))
         except BaseException as error:  # whatever a backend throws goes to who asked
-            answer = frame((ticket, None, _portable(error)))
+            answer = frame((ticket, None, portable(error)))
         with self._answering, contextlib.suppress(OSError):  # the owner is gone: so are we in a moment
             self._wire.sendall(answer)
 
@@ -198,12 +197,3 @@ class _Serving:
 
 def _aligned(offset: int) -> int:
     return offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-
-
-def _portable(error: BaseException) -> BaseException:
-    """The error itself, or what can be said of one that does not survive the way."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return TierUnavailable(f"{type(error).__name__}: {error}")
-    return error

@@ -18,6 +18,7 @@ from kvstore import growth, open_store
 from kvstore.environment import PAGE
 from kvstore.testing.supply import MIB, SPACE, get, keys, writes
 from kvstore_zarr import eviction, put
+from kvstore_zarr.descriptors import descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -154,9 +155,10 @@ def test_one_choice_of_victims_opens_a_bounded_number_of_files(
     local = tier._tier
     with local.catalog.read() as snapshot:
         oldest = eviction.oldest(local, snapshot, CAPACITY)
-    held = eviction.choose(local, oldest, CAPACITY)
-    try:
-        assert len(held) == 8
-        assert [one.victim for one in held] == oldest
-    finally:
-        eviction.let_go(local, held)
+    with descriptors() as share:
+        held = eviction.choose(local, oldest, CAPACITY, share)
+        try:
+            assert len(held) == 8
+            assert [one.victim for one in held] == oldest
+        finally:
+            eviction.let_go(local, held)
