@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from tiering_helpers import BLOCK, PATIENCE, SPACE, content, faulty, fill, keys
+from secondary_bench import Bench
+from tiering_helpers import BLOCK, PATIENCE, content, faulty, fill, keys
 
-from kvstore import GetOutcome, PutOutcome, open_store
-from kvstore.errors import ConfigurationError, TierUnavailable, UnknownSchemeError
+from kvstore import GetOutcome, PutOutcome
+from kvstore.errors import TierUnavailable
 from kvstore.testing.faults import failing
-from kvstore.tiering import PrimaryTier, SecondaryTier, TierStats
-from kvstore.tiering.breaker import BreakerState
 from kvstore.tiering.secondary import TierReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-    from typing import Any
+    from collections.abc import Iterator
 
-    from kvstore import BlockKey
     from kvstore.testing.faults import Call, FaultyStore, Hanging
-    from kvstore.tiering.primary import Slot
 
 KEYS = keys(64)
 
@@ -37,52 +31,6 @@ def store() -> Iterator[FaultyStore]:
     backend = faulty()
     yield backend
     backend.close()
-
-
-class Bench:
-    """A tier on the bench: slots to lend to it, and everything it ever reported."""
-
-    def __init__(self, store: FaultyStore, **options: Any) -> None:
-        self.tier = SecondaryTier(store, SPACE, **options)
-        self.primary = PrimaryTier(64, BLOCK)
-        self.report = TierReport()
-
-    def slots(self, names: Sequence[BlockKey], *, filled: bool) -> list[Slot]:
-        slots = [slot for name in names if (slot := self.primary.reserve(name, BLOCK))]
-        for slot in slots if filled else ():
-            slot.view[:] = content(slot.key)
-        return slots
-
-    def store(self, names: Sequence[BlockKey]) -> list[bool]:
-        return [self.tier.store(slot) for slot in self.slots(names, filled=True)]
-
-    def load(self, names: Sequence[BlockKey]) -> list[Slot]:
-        slots = self.slots(names, filled=False)
-        for slot in slots:
-            self.tier.load(slot)
-        return slots
-
-    def run(self, condition: Callable[[], object]) -> TierReport:
-        """Step until the condition holds; returns all reports so far as one."""
-        deadline = time.monotonic() + PATIENCE
-        while not condition():
-            assert time.monotonic() < deadline, (self.report, self.tier.stats())
-            self.tier.submit()
-            new = self.tier.poll()
-            for name in ("answers", "loaded", "failed", "overdue", "released"):
-                getattr(self.report, name).extend(getattr(new, name))
-            time.sleep(0.0005)
-        return self.report
-
-    @property
-    def closed(self) -> bool:
-        """The breaker lets everything through."""
-        return self.tier.stats().breaker is BreakerState.CLOSED
-
-    def settle(self) -> TierReport:
-        """Step until nothing is under way."""
-        self.tier.submit()
-        return self.run(lambda: self.tier.idle)
 
 
 @pytest.fixture
@@ -419,36 +367,6 @@ def test_closing_is_bounded_drops_what_waits_and_leaves_a_store_with_a_stuck_cal
     assert made.store(KEYS[5:6]) == [False], "nothing is accepted after the end"
     assert made.tier.close(PATIENCE)
     assert store.closed
-
-
-def test_a_url_that_cannot_be_opened_is_an_error_at_once_and_leaves_no_threads() -> None:
-    before = threading.active_count()
-    with pytest.raises(UnknownSchemeError):
-        SecondaryTier("nowhere://x", SPACE)
-    assert threading.active_count() == before
-
-
-@pytest.mark.parametrize("wrong", [{"threads": -1}, {"staging_bytes": 1}, {"memory": bytes(64), "io_process": True}])
-def test_what_is_asked_of_a_tier_in_vain_leaves_no_store_open(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    threads, kind = threading.active_count(), "zarr+local" if "staging_bytes" in wrong else "file"
-    with pytest.raises((ValueError, ConfigurationError)):
-        SecondaryTier(f"{kind}://{tmp_path}/kv", SPACE, **wrong)
-    deadline = time.monotonic() + PATIENCE
-    while threading.active_count() > threads:
-        assert time.monotonic() < deadline, threading.enumerate()
-        time.sleep(0.01)
-    if kind == "file":
-        assert not list((tmp_path / "kv/.kvstore").glob("lease*"))
-        assert (tmp_path / "kv/.kvstore/state").read_text().startswith("clean")
-
-
-def test_a_tier_closes_the_store_that_it_opened() -> None:
-    tier = SecondaryTier("memory://its-own", SPACE)
-    with open_store("memory://its-own") as same:
-        assert tier.close(PATIENCE)
-        assert same.usage().blocks == 0
-    assert tier.stats() == TierStats("memory://its-own")
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvstore-memory")]
 
 
 def test_a_poll_with_little_time_leaves_what_else_ended_to_the_next(bench: Bench) -> None:
