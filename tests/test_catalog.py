@@ -11,13 +11,8 @@ from catalog_helpers import LEASE, OTHER, SPACE, ages, catalog_at, check_books, 
 
 import kvstore.catalog
 from kvstore import BlockKey
-from kvstore.catalog import (
-    Catalog,
-    Change,
-)
-from kvstore.errors import (
-    InvalidBlockError,
-)
+from kvstore.catalog import Catalog, Change
+from kvstore.errors import InvalidBlockError
 from kvstore.marks import Mark
 from kvstore.records import times_of
 

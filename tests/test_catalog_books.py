@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from kvstore.catalog import (
-        Catalog,
-    )
+    from kvstore.catalog import Catalog
 
 NUMBERS = st.integers(0, 7)
 STEPS = st.lists(

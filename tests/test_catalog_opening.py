@@ -12,11 +12,7 @@ import pytest
 from catalog_helpers import LEASE, SPACE, catalog_at, entry
 
 from kvstore import Namespace
-from kvstore.catalog import (
-    DATABASES,
-    NO_CAPACITY,
-    stored_capacity,
-)
+from kvstore.catalog import DATABASES, NO_CAPACITY, stored_capacity
 from kvstore.errors import (
     CapacityMismatchError,
     NewerFormatError,
