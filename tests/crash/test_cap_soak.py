@@ -3,7 +3,7 @@
 Thirty-two writers in eight processes, a cap of 256 MiB, and blocks that nobody has stored before. An onlooker in a
 process of its own, which knows nothing of kvstore, sums up the tree every ten milliseconds.
 
-    make soak ARGS="tests/crash/test_cap_soak.py -s"      20 GiB through each local tier, with its numbers
+    make soak TESTS=tests/crash/test_cap_soak.py ARGS=-s      20 GiB through each local tier, with its numbers
     KVSTORE_SOAK_GIB=1 make soak ARGS=…                   less of it; how fast the end was is not judged then
 """
 
