@@ -133,9 +133,10 @@ class Catalog:
     def write(self, patience_s: float = PATIENCE_S, *, settled: int = SETTLED_ALONG) -> Generator[Change]:
         """The write transaction, as `Environment.write`; a few notes are settled at its end."""
         taken: list[Note] = []
+        most = 0 if self.is_held_up() else settled
         try:
             with self.environment.write(patience_s) as txn:
-                change, most = Change(txn, self), 0 if self.is_held_up() else settled
+                change = Change(txn, self)
                 yield change
                 taken = self._take(most)
                 change.use(taken)

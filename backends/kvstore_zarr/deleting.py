@@ -71,7 +71,7 @@ def _remove(
             paths = {address: path for address in addresses if (path := tier.path(address)) is not None}
             if seen is not None:
                 paths = {address: path for address, path in paths.items() if inode_of(path) == seen[address]}
-            with tier.catalog.write() as change:
+            with task.recording() as change:
                 gone = change.discard(paths, generation)
                 if gone:
                     task.begin(change, sum(entry.size for entry in gone), [entry.address for entry in gone])

@@ -34,7 +34,7 @@ SPARED = 4
 """Descriptors left free where there are no more: for locks of names, for a file that is made."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Held:
     """A victim whose file this thread has open and locked; `fd` is -1 where the file is gone. Where it has more `links`
     than its name, somebody keeps it: it is not written into.
@@ -215,10 +215,12 @@ def hand_on(tier: LocalTier, heirs: Sequence[tuple[Held, str]]) -> dict[str, int
                 recycled[draft] = held
             except FileNotFoundError:  # the draft has no folder: the disk was full, or somebody removed it
                 os.unlink(held.path)
+    kept = set(map(id, recycled.values()))
+    _cut(tier, [held for held, _ in heirs if id(held) not in kept])
     descriptors = {draft: held.fd for draft, held in recycled.items()}
     for held in recycled.values():
         held.fd = -1
-    _cut(tier, [held for held, _ in heirs])
+    let_go(tier, recycled.values())
     return descriptors
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import lmdb
@@ -21,7 +22,7 @@ from kvstore_zarr.removal import is_erased
 from kvstore_zarr.tier import DRAFTS, PURGE, draft_prefix, pack_addresses, unpack_addresses
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Generator, Iterable
     from typing import Self
 
     from kvstore.catalog import Change, Intent
@@ -42,8 +43,18 @@ class Undertaking:
         self.intent: Intent | None = None
         self._ended = True
 
+    @contextmanager
+    def recording(self) -> Generator[Change]:
+        """The transaction that records it. What does not commit is not owed: the next job has its number."""
+        try:
+            with self._tier.catalog.write() as change:
+                yield change
+        except BaseException:
+            self.intent, self._ended = None, True
+            raise
+
     def begin(self, change: Change, reserved: int, addresses: Iterable[bytes], *, purge: bool = False) -> Intent:
-        """Record it. A second time it stands for the first, whose transaction must have failed."""
+        """Record it, in `recording`."""
         payload = (PURGE if purge else b"") + pack_addresses(addresses)
         self.intent, self._ended = change.reserve(self._tier.presence.lease, reserved, payload), False
         return self.intent

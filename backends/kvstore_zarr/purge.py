@@ -46,12 +46,11 @@ def _purge(tier: LocalTier, addresses: list[bytes], until: int, patience: Patien
     with Undertaking(tier) as task:
         with tier.names.hold(addresses):
             paths = {address: path for address in addresses if (path := tier.path(address)) is not None}
-            with tier.catalog.write() as change:
+            with task.recording() as change:
                 if until:
                     change.tombs.bury(addresses, until)
-                gone = change.discard(
-                    paths
-                )  # where a block stands is not known: its entry stays, and is said to be left
+                # Where a block stands is not known: its entry stays, and is said to be left.
+                gone = change.discard(paths)
                 # A file without an entry is of nobody, and goes as well.
                 intent = task.begin(change, sum(entry.size for entry in gone), paths, purge=True)
             for number, (address, path) in enumerate(paths.items()):

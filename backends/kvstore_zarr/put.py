@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from kvstore.catalog import Change
+    from kvstore.catalog import Change, Victim
     from kvstore.sealing import DataKey, Sealer
     from kvstore_zarr.calls import BlockFile
     from kvstore_zarr.descriptors import Share
@@ -120,7 +120,7 @@ def _give_keys(sealer: Sealer, blocks: Sequence[_Block]) -> None:
 
 
 def _run(tier: LocalTier, tree: NamespaceTree, waiting: list[_Block]) -> None:
-    most = min(JOB_BYTES, _attainable(tier) // 32)
+    most = min(2 * JOB_BYTES, _attainable(tier) // 32)
     deadline = 0.0
     while waiting:
         batch = _first(waiting, most)
@@ -147,10 +147,11 @@ def _attainable(tier: LocalTier) -> int:
 
 
 def _first(waiting: list[_Block], most: int) -> list[_Block]:
-    total = 0
+    """Those of one job: what they may cost is at most `most`, and they are no more bytes than one call is to have."""
+    cost = nbytes = 0
     for number, block in enumerate(waiting):
-        total += block.cost
-        if number and total > most:
+        cost, nbytes = cost + block.cost, nbytes + block.payload.nbytes
+        if number and (cost > most or nbytes > JOB_BYTES):
             return waiting[:number]
     return waiting
 
@@ -169,6 +170,7 @@ class PutJob:
         self._tree = tree
         self._blocks = blocks
         self._task = Undertaking(tier)
+        self._notes_are_due = False
 
     def run(self) -> bool:
         """Settle as many blocks as find room; whether anything was moved, in or out.
@@ -186,7 +188,8 @@ class PutJob:
             with self._task:
                 try:
                     concerned, taken = self._reserve_or_sacrifice(held)
-                    eviction.let_go(tier, [one for one in held if one not in taken])
+                    going = set(map(id, taken))
+                    eviction.let_go(tier, [one for one in held if id(one) not in going])
                     if self._task.intent is None:
                         return any(block.outcome is not None for block in self._blocks)
                     steps.checkpoint("reserved")
@@ -208,13 +211,20 @@ class PutJob:
             block.outcome = outcome
 
     def _plan(self, share: Share) -> list[Held]:
+        victims, shortage = self._look()
+        if self._notes_are_due:
+            self._tier.catalog.settle_in_passing()
+        return eviction.choose(self._tier, victims, shortage, share)
+
+    def _look(self) -> tuple[list[Victim], int]:
+        """Settle what needs no room; the oldest blocks, and how many bytes of them would have to go."""
         tier = self._tier
         with tier.catalog.read() as snapshot:
             self._find_present(snapshot.contains([block.address for block in self._blocks]))
             self._refuse(snapshot.tombs.buried([block.address for block in self._blocks]))
             room, totals = tier.room(snapshot), snapshot.totals()
             if room is None and not tier.keep_free:
-                return []
+                return [], 0
             if room is not None:
                 most = room + totals.evictable + totals.reserved
                 self._settle([block for block in self._open() if block.cost > most], PutOutcome.FULL)
@@ -223,15 +233,13 @@ class PutJob:
             if self._blocks:
                 on_disk = need - self._disk_budget(totals.reserved)
                 shortage = max(shortage, min(on_disk, FOR_THE_DISK * max(need, DISK_HEADROOM)))
-            oldest = eviction.oldest(tier, snapshot, shortage)
-        return eviction.choose(tier, oldest, shortage, share)
+            return eviction.oldest(tier, snapshot, shortage), shortage
 
     def _find_present(self, present: Sequence[bool]) -> None:
         there = [block for block, is_there in zip(self._blocks, present, strict=True) if is_there]
         if there:
             self._settle(there, PutOutcome.EXISTS)
-            if self._tier.catalog.note([block.address for block in there], hits=0):
-                self._tier.catalog.settle_in_passing()
+            self._notes_are_due = self._tier.catalog.note([block.address for block in there], hits=0)
 
     def _refuse(self, buried: set[bytes]) -> None:
         if buried:
@@ -241,7 +249,7 @@ class PutJob:
         tier, wanted = self._tier, self._open()
         if not (wanted or held) or (wanted and tier.catalog.is_held_up()):
             return [], []
-        with tier.catalog.write() as change:
+        with self._task.recording() as change:
             gone = {victim.address for victim in change.evict([one.victim for one in held])}
             taken = [one for one in held if one.victim.address in gone]
             freed = sum(one.victim.size for one in taken)
@@ -259,7 +267,6 @@ class PutJob:
         except OSError as error:
             if _outcome_of(error) is not PutOutcome.FULL or not eviction.sacrifice(self._tier, held):
                 raise
-        self._task.intent = None
         return self._reserve(held)
 
     def _disk_budget(self, reserved: int) -> int:

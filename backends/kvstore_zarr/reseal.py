@@ -143,7 +143,7 @@ class _Job:
 
     def _reserve(self, task: Undertaking) -> Intent | None:
         tier = self._tier
-        with suppress(OSError), tier.catalog.write() as change:
+        with suppress(OSError), task.recording() as change:
             room, reserved = tier.room(change), change.totals().reserved
             on_disk = tier.free_on_disk() - reserved - max(DISK_HEADROOM, tier.keep_free)
             if min(on_disk, sys.maxsize if room is None else room) < self._need:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import os
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import raw
 from tiers import Tier
 
+import kvstore_zarr.eviction
 import kvstore_zarr.folders
 import kvstore_zarr.get
 import kvstore_zarr.steps
 from kvstore import BlockLayout, GetOutcome, PutOutcome, open_store
+from kvstore.catalog import Catalog
 from kvstore.testing.supply import KIB, MIB, SPACE, get, key, keys, write, writes
 from kvstore_zarr import calls
 from kvstore_zarr.deleting import remove
@@ -23,15 +27,15 @@ from kvstore_zarr.put import DISK_HEADROOM
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
-    from kvstore import BlockStore
+    from kvstore import BlockStore, Namespace
 
 LARGE = dataclasses.replace(SPACE, layouts=(BlockLayout.opaque(2 * MIB),))
 MEDIUM = dataclasses.replace(SPACE, layouts=(BlockLayout.opaque(128 * KIB),))
 SMALL = dataclasses.replace(SPACE, layouts=(BlockLayout.opaque(8 * KIB),))
 
 CAPACITY = 16 * MIB
+DESCRIPTORS = Path("/proc/self/fd")
 
 
 @pytest.fixture
@@ -110,6 +114,67 @@ def test_a_new_folder_takes_no_room_before_the_victims_are_gone(tier: Tier, monk
         assert store.put_many(SMALL, [write(0, SMALL)]) == [PutOutcome.STORED]
     assert seen
     assert max(seen) <= full - MIB, "the folders were made while the victim's file was there"
+
+
+@pytest.mark.parametrize("space", [LARGE, MEDIUM, SMALL], ids=["2 MiB", "128 KiB", "8 KiB"])
+def test_a_call_as_large_as_suits_the_store_is_one_job(
+    tmp_path: Path, space: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two commits and the names' locks, once: what a block may cost beside its bytes does not part it in two."""
+    reserved: list[str] = []
+    monkeypatch.setattr(kvstore_zarr.steps, "checkpoint", lambda step: reserved.append(step))
+    with open_store(f"file://{tmp_path}/tier?capacity=8GB") as store:
+        together = min(64, store.capabilities.batch_bytes // space.block_bytes())
+        assert set(store.put_many(space, writes(range(together), space))) == {PutOutcome.STORED}
+    assert reserved.count("reserved") == 1
+
+
+def test_a_put_that_evicts_and_fails_has_no_descriptor_and_no_block_left(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A victim whose folder went cannot be handed on, and its bytes cannot be freed, while another one was."""
+    real, renamed = os.rename, 0
+
+    def rename(source: str, target: str) -> None:
+        nonlocal renamed
+        if "draft-" in target and "draft-" not in source:
+            renamed += 1
+            if renamed == 2:
+                raise FileNotFoundError(errno.ENOENT, "No such file or directory", target)
+        real(source, target)
+
+    def free(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error", fd)
+
+    with tier.open() as store:
+        for number in range(0, 140, 10):
+            store.put_many(MEDIUM, writes(range(number, number + 10), MEDIUM))
+        before = len(list(DESCRIPTORS.iterdir()))
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "rename", rename)
+            patched.setattr(kvstore_zarr.eviction, "free", free)
+            store.put_many(MEDIUM, writes(range(200, 208), MEDIUM))
+        assert renamed >= 2
+        assert len(list(DESCRIPTORS.iterdir())) == before
+        assert set(store.put_many(MEDIUM, writes(range(300, 308), MEDIUM))) == {PutOutcome.STORED}
+        assert store.usage().reserved == 0
+
+
+def test_uses_are_told_outside_of_the_read_that_found_the_blocks(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who commits while a read of its own is open holds up the file that it writes into."""
+    behind: list[int] = []
+    real = Catalog.settle_in_passing
+
+    def settle(self: Catalog) -> None:
+        real(self)
+        behind.append(self.environment.oldest_reader()[1])
+
+    with tier.open() as store:
+        store.put_many(SMALL, writes(range(300), SMALL))
+        monkeypatch.setattr(Catalog, "settle_in_passing", settle)
+        assert set(store.put_many(SMALL, writes(range(300), SMALL))) == {PutOutcome.EXISTS}
+    assert behind
+    assert max(behind) == 0
 
 
 def test_a_block_that_is_being_read_is_spared_and_whole(tier: Tier) -> None:

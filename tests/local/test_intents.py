@@ -16,18 +16,23 @@ from local_helpers import CORRUPT, HIT, MISS, STORED, file_of
 import kvstore_zarr.get
 import kvstore_zarr.purge
 import kvstore_zarr.removal
+import kvstore_zarr.steps
 from kvstore import open_store
 from kvstore.catalog import Catalog, address_of
+from kvstore.environment import Environment
 from kvstore.errors import TierUnavailable
 from kvstore.marks import Mark
 from kvstore.purging import Request, purge
 from kvstore.testing.supply import SPACE, content, get, keys, writes
 from kvstore_zarr.deleting import remove
+from kvstore_zarr.intents import reclaim
 from kvstore_zarr.names import NameLocks
 from kvstore_zarr.store import LocalZarrStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+
+    import lmdb
 
     from kvstore import BlockStore
     from kvstore.change import Change
@@ -156,6 +161,37 @@ def test_what_an_error_ended_is_undone_at_once(verb: str, root: Path, monkeypatc
         assert store.usage().reserved == 0
         assert not drafts(root)
         assert not left_of(root, range(10, 14))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_was_not_committed_is_owed_by_nobody(verb: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transaction that takes a job's room fails as it commits: the next job has its number, its drafts their names."""
+    real, failing = Environment.write, True
+
+    @contextmanager
+    def write(self: Environment, *args: float) -> Generator[lmdb.Transaction]:
+        with real(self, *args) as txn:
+            yield txn
+            if failing:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    def reclaim_once(step: str) -> None:
+        if step == "written":
+            reclaim(tier_of(store))
+            reserved.append(store.usage().reserved)
+
+    reserved: list[int] = []
+    with open_store(f"file://{root}?capacity=64MB") as store:
+        store.put_many(SPACE, writes(range(6)))
+        monkeypatch.setattr(Environment, "write", write)
+        with suppress(OSError):
+            VERBS[verb](store)
+        failing = False
+        assert tier_of(store).stranded == []
+        monkeypatch.setattr(kvstore_zarr.steps, "checkpoint", reclaim_once)
+        assert store.put_many(SPACE, writes([30])) == [STORED]
+        assert min(reserved) > 0
+        assert store.usage().reserved == 0
 
 
 def test_blocks_that_are_being_read_are_waited_for_together_and_nobody_waits_along(
