@@ -165,7 +165,7 @@ def test_what_an_error_ended_is_undone_at_once(verb: str, root: Path, monkeypatc
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_what_was_not_committed_is_owed_by_nobody(verb: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commit of the transaction that takes a job's room fails: the next job has its number, its drafts their names."""
+    """The commit that takes a job's room fails: the next job has its number, its drafts their names."""
     real, failing = Environment.write, True
 
     @contextmanager
