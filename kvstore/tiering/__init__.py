@@ -7,6 +7,7 @@ KV-cache groups, `Prefix` and its functions say what all of them together can us
 Where to look:
 
     manager.py      what an engine calls; blocking.py: the same for people who have no scheduler
+    opening.py      the tiers of a manager, from what it was given
     prefix.py       several KV-cache groups; ranks.py: several ranks
     primary.py      slots of host memory and who pins them; policy/: which block is evicted
     promises.py     HITs that are kept until somebody pins them
@@ -14,14 +15,16 @@ Where to look:
     secondary.py    one URL: stores, loads, touches, their time-outs; questions.py: its lookups
     jobs.py         the calls to a backend, and what memory each of them is lent; staging.py: that of calls that hang
     transfer.py     the threads they run on
-    counters.py     what is counted and said of all that
+    counters.py     what is counted and said of all that; statistics.py: what of the manager's own work
 """
 
-from kvstore.tiering.manager import ManagerStats, TieringManager
+from kvstore.tiering.counters import TierStats
+from kvstore.tiering.manager import TieringManager
 from kvstore.tiering.prefix import WHOLE, Prefix, load_groups, lookup_prefix, prepare_prefix, window_blocks
 from kvstore.tiering.primary import PrimaryStats, PrimaryTier
 from kvstore.tiering.ranks import ShardedStores
-from kvstore.tiering.secondary import SecondaryTier, TierStats
+from kvstore.tiering.secondary import SecondaryTier
+from kvstore.tiering.statistics import ManagerStats
 
 __all__ = [
     "WHOLE",

@@ -13,18 +13,16 @@ threads of the secondary tiers; what they finished is collected by `step`.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.background import Bell
 from kvstore.errors import ShutdownTimeout
 from kvstore.marks import Mark
 from kvstore.tiering.blocking import BlockingCalls
-from kvstore.tiering.policy import DEFAULT_POLICY
-from kvstore.tiering.primary import PrimaryTier
+from kvstore.tiering.opening import primary_tier, secondary_tiers
 from kvstore.tiering.promises import Promises
 from kvstore.tiering.promotion import Promotions
-from kvstore.tiering.secondary import SecondaryTier
+from kvstore.tiering.statistics import ManagerStats
 from kvstore.tiering.warm import warming_of
 from kvstore.types import NO_PARENT, NO_POSITION, LookupResult
 
@@ -39,12 +37,13 @@ if TYPE_CHECKING:
     from kvstore.abc import BlockStore
     from kvstore.namespace import Namespace
     from kvstore.tiering.policy import PolicyFactory
-    from kvstore.tiering.primary import PrimaryStats, Slot
-    from kvstore.tiering.secondary import TierReport, TierStats
+    from kvstore.tiering.primary import PrimaryTier, Slot
+    from kvstore.tiering.report import TierReport
+    from kvstore.tiering.secondary import SecondaryTier
     from kvstore.types import BlockKey
     from kvstore.url import TierURL
 
-__all__ = ["ManagerStats", "TieringManager"]
+__all__ = ["TieringManager"]
 
 STEP_SHARE, STEP_BUDGET_MIN, STEP_BUDGET_MAX = 0.004, 10e-6, 60e-6
 """A step may spend this share of the time since the last one, within these bounds in seconds, on each tier's ended
@@ -54,31 +53,6 @@ PAUSE, REST = 200e-6, 2e-3
 """A call that waits looks at most every 200 µs what has ended, and every 2 ms whether something is overdue. One that
 did not wait for news spent a third of a core on looking, beside transfers that wanted it.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class ManagerStats:
-    """What the manager and its tiers did since they were made, and what is under way."""
-
-    primary: PrimaryStats
-    tiers: tuple[TierStats, ...]
-    asking: int
-    """Blocks about which tiers are being asked."""
-    waiting: int
-    """Blocks that a tier has and that wait for a slot."""
-    held: int
-    """Slots kept for who was told HIT and has not pinned them yet."""
-    hits: int
-    """Lookups answered HIT (once per call and block)."""
-    misses: int
-    """Lookups answered MISS (once per call and block)."""
-    promotions: int
-    expired: int
-    """Promotions that found no free slot in time, and became misses."""
-    stores: int
-    """Blocks that the engine stored."""
-    skipped_stores: int
-    """Blocks that found no free slot, and were not stored."""
 
 
 class TieringManager(BlockingCalls):
@@ -123,19 +97,11 @@ class TieringManager(BlockingCalls):
         archives: Sequence[str | Mapping[str, Any] | TierURL] = (),
         io_process: bool = False,
     ) -> None:
-        if (primary is None) == (primary_slots is None):
-            raise ValueError("a manager needs either primary_slots or a primary tier")
-        if primary is not None and policy is not None:
-            raise ValueError("a primary tier has its policy already: choose it there, or pass primary_slots instead")
-        largest = max(layout.nbytes for layout in namespace.layouts)
-        if primary is None:
-            primary = PrimaryTier(primary_slots or 0, largest, policy=policy or DEFAULT_POLICY, shared=io_process)
-        if primary.slot_bytes < largest:
-            raise ValueError(f"the primary tier has slots of {primary.slot_bytes} bytes, blocks have up to {largest}")
+        primary = primary_tier(primary, primary_slots, namespace, policy, shared=io_process)
         self.namespace = namespace
         self.primary = primary
         begin_warming = warming_of(tiers, namespace, archives)
-        self._tiers = _opened(tiers, namespace, primary, io_process=io_process)
+        self._tiers = secondary_tiers(tiers, namespace, primary, io_process=io_process)
         self._bell = Bell()
         for tier in self._tiers:
             tier.ring(self._bell)
@@ -165,7 +131,7 @@ class TieringManager(BlockingCalls):
         answers = [self._look(key, unknown) for key in keys]
         if unknown:
             self._promotions.ask(unknown)
-        self._keep_front(keys, answers, time.monotonic())
+        self._promises.keep_front(keys, answers, time.monotonic())
         self._hits += answers.count(LookupResult.HIT)
         self._misses += answers.count(LookupResult.MISS)
         return answers
@@ -363,17 +329,6 @@ class TieringManager(BlockingCalls):
             return LookupResult.RETRY
         return standing
 
-    def _keep_front(self, keys: Sequence[BlockKey], answers: Sequence[LookupResult], now: float) -> None:
-        """Promise the HITs up to the first gap.
-
-        Those behind a gap are of no use before it is filled, and may be what has to make room for that.
-        """
-        for key, answer in zip(keys, answers, strict=True):
-            slot = self.primary.get(key)
-            if slot is None or answer is not LookupResult.HIT:
-                break
-            self._promises.keep(slot, now)
-
     def _slot_for_store(self, key: BlockKey) -> Slot | None:
         if self.primary.get(key) is not None:
             return None
@@ -431,27 +386,3 @@ class TieringManager(BlockingCalls):
                 return
             tier.load(slot)
             self._promotions.start(key, now)
-
-
-def _opened(
-    tiers: Sequence[str | Mapping[str, Any] | TierURL | BlockStore | SecondaryTier],
-    namespace: Namespace,
-    primary: PrimaryTier,
-    *,
-    io_process: bool,
-) -> tuple[SecondaryTier, ...]:
-    """All of them, or none: those that were opened are closed again when one cannot be."""
-    opened: list[SecondaryTier] = []
-    try:
-        for tier in tiers:
-            if not isinstance(tier, SecondaryTier):
-                backlog = primary.slots * primary.slot_bytes // 2
-                tier = SecondaryTier(
-                    tier, namespace, backlog_bytes=backlog, io_process=io_process, memory=primary.memory.data
-                )
-            opened.append(tier)
-    except BaseException:
-        for tier in opened:
-            tier.close(timeout=1.0)
-        raise
-    return tuple(opened)

@@ -6,8 +6,13 @@ from collections import OrderedDict
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from kvstore.types import LookupResult
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvstore.tiering.primary import PrimaryTier, Slot
+    from kvstore.types import BlockKey
 
 __all__ = ["Promises"]
 
@@ -22,6 +27,17 @@ class Promises:
 
     def __len__(self) -> int:
         return len(self._ends)
+
+    def keep_front(self, keys: Sequence[BlockKey], answers: Sequence[LookupResult], now: float) -> None:
+        """`keep` the HITs up to the first gap.
+
+        Those behind a gap are of no use before it is filled, and may be what has to make room for that.
+        """
+        for key, answer in zip(keys, answers, strict=True):
+            slot = self._primary.get(key)
+            if slot is None or answer is not LookupResult.HIT:
+                break
+            self.keep(slot, now)
 
     def keep(self, slot: Slot, now: float) -> None:
         """From now on; renews the promise if there is one."""

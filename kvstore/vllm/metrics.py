@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvstore.archive.warming import Warming
-    from kvstore.tiering.secondary import TierStats
+    from kvstore.tiering.counters import TierStats
     from kvstore.url import TierURL
     from kvstore.vllm._compat import OffloadingMetricMetadata
 
