@@ -11,7 +11,8 @@ byte: `kvstore.records`.
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager, suppress
+import time
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
@@ -76,6 +77,9 @@ DATABASES = ("meta", "age", "marks", "intents", "namespaces", "info", "tombs")
 SETTLE_DUE = 256
 """Notes after which `Catalog.note` asks for a `settle`."""
 
+SETTLE_AGAIN_S = 1.0
+"""For how long nobody settles in passing after that failed: others have the write lock, or the disk is full."""
+
 MOST_NOTES = 1 << 16
 """Notes kept while they cannot be settled, some 10 MB of them; those that came first are forgotten."""
 
@@ -101,6 +105,8 @@ class Catalog:
         self._notes: dict[bytes, tuple[int, int]] = {}
         self._noted_since = 0
         self._lock = threading.Lock()
+        self._settling = threading.Lock()
+        self._settle_from = 0.0
 
     def prepare(self, capacity: int | None, *, alone: bool) -> int | None:
         """Check the format, agree on the cap; the cap in force. Call it once, in `Presence.opening`.
@@ -209,9 +215,17 @@ class Catalog:
                 pass
 
     def settle_in_passing(self) -> None:
-        """`settle`, for who has something better to do: as far as others that write, and the device, let it."""
-        with suppress(OSError, lmdb.Error):
+        """`settle`, for who has something better to do: as far as others that write, and the device, let it. One thread
+        at a time tries, and after a failure none for `SETTLE_AGAIN_S`, so that few loads wait.
+        """
+        if time.monotonic() < self._settle_from or not self._settling.acquire(blocking=False):
+            return
+        try:
             self.settle(IN_PASSING_S)
+        except (OSError, lmdb.Error):
+            self._settle_from = time.monotonic() + SETTLE_AGAIN_S
+        finally:
+            self._settling.release()
 
     def close(self, presence: Presence, *, last: bool) -> None:
         """Close the environment, in the body of `Presence.closing`. The `last` user brings it to disk once nobody is

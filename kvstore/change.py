@@ -171,8 +171,9 @@ class Change(Snapshot):
         noted = {address: (last_used, hits) for address, last_used, hits in notes}
         records: list[tuple[bytes, bytearray]] = []
         ages: list[tuple[bytes, bytes]] = []
-        for key, value in self.txn.cursor(self._meta).getmulti(sorted(noted)):
-            address, record = bytes(key), bytearray(value)
+        found = self.txn.cursor(self._meta).getmulti(sorted(noted))
+        known = [(bytes(key), bytearray(value)) for key, value in found]  # views, good until something is written
+        for address, record in known:
             before, after = used(address, record, *noted[address])
             records.append((address, record))
             if self.txn.delete(before, db=self._age):  # a pinned block has no place there

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,6 +22,7 @@ from kvstore.records import times_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
 
@@ -169,6 +174,52 @@ def test_a_note_of_what_is_gone_is_dropped(catalog: Catalog) -> None:
 def test_so_many_notes_call_for_settling(catalog: Catalog) -> None:
     assert not catalog.note([entry(1).address])
     assert catalog.note([entry(number).address for number in range(1000)])
+
+
+def test_while_others_write_one_in_many_tries_to_settle_in_passing(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvstore.catalog, "SETTLE_AGAIN_S", 0.5)
+    addresses = [entry(number).address for number in range(300)]
+    with catalog.write() as change:
+        change.publish([entry(number) for number in range(300)])
+    assert catalog.note(addresses)
+    tries: list[float] = []
+    write = Catalog.write
+
+    def counted(self: Catalog, patience_s: float, **named: int) -> AbstractContextManager[Change]:
+        tries.append(patience_s)
+        return write(self, patience_s, **named)
+
+    monkeypatch.setattr(Catalog, "write", counted)
+    with held(catalog), ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(catalog.settle_in_passing) for _ in range(20)]:
+            done.result()
+        assert len(tries) == 1
+    assert catalog.noted(addresses[0])
+    time.sleep(0.5)
+    catalog.settle_in_passing()
+    assert not catalog.noted(addresses[0])
+
+
+@contextmanager
+def held(catalog: Catalog) -> Iterator[None]:
+    """The write lock is another thread's meanwhile."""
+    taken, ended = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with catalog.environment.write():
+            taken.set()
+            ended.wait(10)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    taken.wait(10)
+    try:
+        yield
+    finally:
+        ended.set()
+        holder.join()
 
 
 def test_a_victim_that_was_used_since_it_was_chosen_stays(catalog: Catalog) -> None:

@@ -150,7 +150,7 @@ class LMDBStore(BlockStore):
     def _chunks(self, staged: list[Staged]) -> Iterator[list[Staged]]:
         with self._telling():
             chunk_bytes = self._tier.current_space().chunk * 9 // 8  # blocks of 32 KiB and more with their headers
-        return chunks(staged, chunk_bytes)
+        return chunks(staged, chunk_bytes, lambda member: member.size)
 
     def reseal_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[ResealOutcome]:
         staged = self._staged(namespace, blocks)
@@ -307,13 +307,13 @@ class LMDBStore(BlockStore):
         del overwrite  # what is free is overwritten by `finish_purge`
         gone = [] if self._readonly else [one for one in self.unseen() if one.namespace in names]
         until = refused_until(refuse_s)
+        self._purged_small |= bool(gone)  # also where the rest of it fails
         for one in gone:
             with self._telling(), self._tier.catalog.read() as snapshot:
                 addresses = [entry.address for entry in snapshot.scan(bytes.fromhex(one.namespace))]
             self._purge(addresses, until)
             with self._telling(), self._tier.catalog.write() as change:
                 change.drop_namespace(bytes.fromhex(one.namespace))
-        self._purged_small |= bool(gone)
         return gone
 
     def scrubbed(self) -> Scrubbed | None:

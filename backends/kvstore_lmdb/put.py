@@ -26,7 +26,7 @@ from kvstore_lmdb.opening import BLOCKS, Tier, evict, tree_bytes
 from kvstore_lmdb.seat import STORES, Seat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
     from typing_extensions import Buffer
 
@@ -266,15 +266,16 @@ def _entry(staged: Staged, now: int, generation: int) -> Entry:
     return Entry(staged.address, staged.size, when, when, generation, position=block.position, parent=block.parent)
 
 
-def chunks(blocks: list[Staged], most: int) -> Iterator[list[Staged]]:
-    """Blocks in order, together at most `most` bytes or one block."""
-    chunk: list[Staged] = []
+def chunks(items: Iterable[T], most: int, size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Items in order, some at a time: together at most `most` bytes or one item."""
+    chunk: list[T] = []
     filled = 0
-    for block in blocks:
-        if chunk and filled + block.size > most:
+    for item in items:
+        nbytes = size(item)
+        if chunk and filled + nbytes > most:
             yield chunk
             chunk, filled = [], 0
-        chunk.append(block)
-        filled += block.size
+        chunk.append(item)
+        filled += nbytes
     if chunk:
         yield chunk

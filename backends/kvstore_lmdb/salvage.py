@@ -9,6 +9,10 @@ Of a sealed tier nothing is saved: the next opening starts it anew.
 
 from __future__ import annotations
 
+import glob
+import os
+import shutil
+import stat
 import struct
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -35,7 +39,7 @@ from kvstore.url import CAPACITY, MODE, TierURL, local_path
 from kvstore.versions import check_version
 from kvstore_lmdb.entry import HEADER_BYTES, identified, is_intact, place_of, stored_bytes
 from kvstore_lmdb.opening import BLOCKS, open_tier
-from kvstore_lmdb.put import Puts
+from kvstore_lmdb.put import Puts, chunks
 from kvstore_lmdb.seat import STORES, Seat
 from kvstore_lmdb.space import SMALLEST_CAPACITY
 
@@ -47,6 +51,8 @@ if TYPE_CHECKING:
 __all__ = ["salvage"]
 
 _Block: TypeAlias = "tuple[Namespace, Entry, bytes]"
+
+_SUFFIX = ".salvaged"
 
 
 def salvage(url: TierURL) -> list[Repaired]:
@@ -60,6 +66,7 @@ def salvage(url: TierURL) -> list[Repaired]:
     with explained(directory), Presence.opening(directory, mode=mode) as presence:
         if not presence.alone:
             raise StoreAccessError(f"{directory} is in use: close it everywhere before it is repaired")
+        _remove_what_was_left(directory.resolve())
         if url.option(ENCRYPTION) is None and damage(directory, thorough=False, values=True) is not None:
             with _folder_beside(directory.resolve()) as beside:
                 booked = presence.found not in (State.CLEAN, State.DIRTY)
@@ -73,11 +80,20 @@ def salvage(url: TierURL) -> list[Repaired]:
         )
 
 
+def _remove_what_was_left(directory: Path) -> None:
+    """The copies that killed calls left beside the tier; under its gate. What is not certainly one of ours stays."""
+    for left in directory.parent.glob(f".{glob.escape(directory.name)}.????????{_SUFFIX}"):
+        with suppress(OSError):
+            found = left.lstat()
+            is_own_folder = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+            if is_own_folder and {path.name for path in left.iterdir()} <= {"tier"}:
+                shutil.rmtree(left, ignore_errors=True)
+
+
 @contextmanager
 def _folder_beside(directory: Path) -> Generator[Path]:
     """A new folder that is nobody else's, on the same disk; it goes with whatever is in it."""
-    name = f".{directory.name}."
-    with TemporaryDirectory(".salvaged", name, directory.parent, ignore_cleanup_errors=True) as path:
+    with TemporaryDirectory(_SUFFIX, f".{directory.name}.", directory.parent, ignore_cleanup_errors=True) as path:
         if Path(path).stat().st_dev != directory.stat().st_dev:
             raise StoreAccessError(
                 f"{directory} is where a disk is mounted, and what is saved is written beside it: move the tier into a"
@@ -100,7 +116,7 @@ def _save(directory: Path, beside: Path, mode: int, *, booked: bool) -> int:
             with tier.catalog.write() as change:
                 change.tombs.bury_again(found.tombs)
             for space, batch in groupby(found.blocks(booked=booked), lambda block: block[0]):
-                for some in _few(batch, tier.space.chunk):
+                for some in chunks(batch, tier.space.chunk, lambda block: block[1].size):
                     entries, values = [entry for _, entry, _ in some], [value for _, _, value in some]
                     need = sum(entry.size for entry in entries)
                     outcomes = puts.publish(space, need, partial(_numbered, entries), values, alone)
@@ -165,24 +181,13 @@ class _Found:
                 yield space, entry, value
 
 
-def _few(blocks: Iterator[_Block], most: int) -> Iterator[list[_Block]]:
-    """Some at a time: together at most `most` bytes, or one."""
-    some: list[_Block] = []
-    for block in blocks:
-        if some and sum(entry.size for _, entry, _ in some) + block[1].size > most:
-            yield some
-            some = []
-        some.append(block)
-    if some:
-        yield some
-
-
 def _check_saved(directory: Path, outcomes: Sequence[PutOutcome]) -> None:
     lost = [outcome for outcome in outcomes if not outcome.present]
     if lost:
         raise StoreFullError(
-            f"{directory}: no room for a second copy of the blocks that can be saved ({lost[0].value}); nothing was"
-            " changed: make room on its disk, and repair it again"
+            f"{directory}: no room for a second copy of the blocks that can be saved ({lost[0].value}), on the disk or"
+            " under the tier's capacity; nothing was changed: make room on the disk and repair it again, or remove this"
+            " directory: it is a cache"
         )
 
 

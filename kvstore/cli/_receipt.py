@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvstore.files import sync_folder
+
 if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
@@ -70,6 +72,7 @@ class ReceiptFile:
             self._draft.chmod(self._target.stat().st_mode & 0o777)
         self._draft.replace(self._target)
         self._draft = None
+        sync_folder(self._target.parent)
 
     def _forget(self) -> None:
         if self._draft is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +13,7 @@ from kvstore.errors import StoreFullError
 from kvstore.registry import backend_class
 from kvstore.testing.supply import KIB, MIB, SPACE, get, writes
 from kvstore.url import TierURL
+from kvstore_lmdb import salvage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,3 +81,25 @@ def test_large_blocks_under_a_small_cap_are_saved_too(tmp_path: Path) -> None:
     with open_store(url) as store:
         assert store.usage().capacity == 8 * MIB + 512 * KIB
         assert get(store, range(1, 6), LARGE) == [HIT] * 5
+
+
+def test_what_a_killed_one_left_beside_the_tier_is_gone_after_the_next(tmp_path: Path) -> None:
+    url = damaged(tmp_path / "a[t]ier", 20)
+    theirs = tmp_path / ".a[t]ier.12345678.salvaged"
+    theirs.mkdir()
+    (theirs / "precious").write_text("mine")
+    (tmp_path / ".a[t]ier.abcdefgh.salvaged").symlink_to(theirs)
+    child = os.fork()
+    if not child:
+        salvage._check_saved = lambda *_: os._exit(9)  # type: ignore[attr-defined]
+        try:
+            salvaged(url)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    kept = {"a[t]ier", theirs.name, ".a[t]ier.abcdefgh.salvaged"}
+    assert len({path.name for path in tmp_path.iterdir()} - kept) == 1
+    (repaired,) = salvaged(url)
+    assert repaired.count >= 19
+    assert {path.name for path in tmp_path.iterdir()} == kept
+    assert (theirs / "precious").read_text() == "mine"

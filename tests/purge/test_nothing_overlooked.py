@@ -16,9 +16,13 @@ from purge_helpers import found, machine
 
 import kvstore
 from kvstore import GetOutcome, Mark, PutOutcome
+from kvstore.change import Change
 from kvstore.cli import EXIT_NOT_INTACT, EXIT_OK, run
+from kvstore.errors import TierUnavailable
 from kvstore.testing.servers import valkey
 from kvstore.testing.supply import SPACE, get, key, keys, writes
+from kvstore.url import TierURL
+from kvstore_lmdb import LMDBStore
 from kvstore_zarr.metadata import NamespaceTree
 
 if TYPE_CHECKING:
@@ -295,3 +299,22 @@ def test_files_that_the_catalogue_does_not_know_go_by_their_age(
     code, told = machine(capsys, "purge", url, "--older-than", "0s", "--yes")
     assert (code, told["tiers"][0]["blocks"]) == (EXIT_OK, 5)
     assert found(root, range(5)) == set()
+
+
+def test_a_purge_that_failed_midway_says_all_the_same_what_it_left_beside_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LMDBStore(TierURL.parse(f"lmdb://{tmp_path}/kv").validated(LMDBStore.options)) as store:
+        assert set(store.put_many(SPACE, writes(range(5)))) == {PutOutcome.STORED}
+        with store._tier.catalog.environment.write() as txn:
+            assert txn.delete(SPACE.fingerprint, db=store._tier.environment.databases["namespaces"])
+        with monkeypatch.context() as patch:
+            patch.setattr(Change, "drop_namespace", failing)
+            with pytest.raises(TierUnavailable):
+                store.purge_unseen(names=[SPACE.name])
+        assert "less than 4 KB" in store.finish_purge()[0].what
+        assert "less than 4 KB" not in store.finish_purge()[0].what
+
+
+def failing(*_: object) -> bool:
+    raise TierUnavailable("the device fails")

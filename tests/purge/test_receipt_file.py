@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,7 +17,6 @@ from kvstore.testing.supply import SPACE, get, writes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 HIT, MISS = GetOutcome.HIT, GetOutcome.MISS
 
@@ -85,3 +85,18 @@ def test_a_receipt_takes_the_place_of_an_earlier_one_whole_and_follows_links(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kv", "link.json", "x.json"]
     assert run(["purge", url, "--all", "--receipt", os.devnull]) == EXIT_OK
     capsys.readouterr()
+
+
+def test_a_receipt_is_on_the_device_and_so_is_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    fsync = os.fsync
+
+    def seen(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+
+    monkeypatch.setattr(os, "fsync", seen)
+    with receipt_file.ReceiptFile(tmp_path / "x.json") as file:
+        file.write("{}")
+    draft, folder = synced
+    assert draft.parent == folder == tmp_path
