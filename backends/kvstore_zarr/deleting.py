@@ -15,18 +15,15 @@ from typing import TYPE_CHECKING
 
 from kvstore_zarr.intents import Undertaking
 from kvstore_zarr.metadata import METADATA_NAME, Kind
-from kvstore_zarr.removal import Patience, cut, inode_of, take_off
+from kvstore_zarr.removal import Patience, cut, in_batches, inode_of, take_off
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvstore.catalog import Snapshot
     from kvstore_zarr.tier import LocalTier
 
-__all__ = ["dropped_and_empty", "has_files", "in_batches", "once", "remove", "remove_dropped"]
-
-AT_ONCE = 64
-"""Blocks taken out in one transaction, under the locks of their names."""
+__all__ = ["dropped_and_empty", "has_files", "once", "remove", "remove_dropped"]
 
 
 def remove(
@@ -45,12 +42,6 @@ def remove(
     for some in in_batches(addresses):
         removed |= _remove(tier, some, seen, generation, patience)
     return once(addresses, removed)
-
-
-def in_batches(addresses: Sequence[bytes]) -> Iterator[list[bytes]]:
-    """Each address once, a bounded number at a time: locks of names are looked through one by one."""
-    unique = list(dict.fromkeys(addresses))
-    return (unique[start : start + AT_ONCE] for start in range(0, len(unique), AT_ONCE))
 
 
 def once(addresses: Sequence[bytes], removed: set[bytes]) -> list[bool]:

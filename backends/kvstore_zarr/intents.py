@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import lmdb
 
 from kvstore_zarr.folders import occupied
 from kvstore_zarr.format import PAGE
-from kvstore_zarr.removal import is_erased
+from kvstore_zarr.removal import Patience, cut, in_batches, is_erased, take_off_for_good, tried
 from kvstore_zarr.tier import DRAFTS, PURGE, draft_prefix, pack_addresses, unpack_addresses
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable
+    from collections.abc import Generator, Iterable, Sequence
     from typing import Self
 
     from kvstore.catalog import Change, Intent
@@ -76,32 +77,49 @@ class Undertaking:
 def settle_intent(tier: LocalTier, intent: Intent) -> None:
     """Bring what an intent left half-done to its end: nothing of it stays, but what was published. Idempotent.
 
-    A file that cannot be removed keeps its room, and its intent, which is tried again by `reclaim`.
+    A file that cannot be removed keeps its room, and its intent, which is tried again by `reclaim`. Whoever reads its
+    blocks is waited for, all of them together, and with no name locked.
     """
+    patience = Patience()
     addresses, purged = unpack_addresses(intent.payload), intent.payload.startswith(PURGE)
     drafts = [tier.draft(intent, number, address) for number, address in enumerate(addresses)]
     names = os.listdir(f"{tier.root}/{DRAFTS}")
     drafts += [f"{tier.root}/{DRAFTS}/{name}" for name in names if name.startswith(draft_prefix(intent))]  # documents'
-    kept = sum(_room_of(draft) for draft in drafts if not is_erased(tier, draft, purged=purged))
-    with tier.names.hold(addresses):
+    kept = sum(_room_of(draft) for draft in drafts if not is_erased(tier, draft, patience, purged=purged))
+    stuck: dict[bytes, int] = {}
+    for some in in_batches(addresses):
+        stuck |= _take_unpublished(tier, some, patience, purged=purged)
+    measured = tier.folders.measure(_folders(tier, addresses))
+    with tier.catalog.write() as change:
+        tier.folders.record(change.txn, measured)
+        if not stuck and not kept:
+            change.release(intent)
+            return
+        named = addresses if kept else stuck  # a draft's name has its address's place among them
+        payload, room = (PURGE if purged else b"") + pack_addresses(named), kept + sum(stuck.values())
+        if (payload, room) != (intent.payload, intent.reserved):
+            intent = change.amend(intent, room, payload)
+    _strand(tier, intent)
+
+
+def _take_unpublished(
+    tier: LocalTier, addresses: Sequence[bytes], patience: Patience, *, purged: bool
+) -> dict[bytes, int]:
+    """Remove files of which the catalogue has no entry; those that cannot be removed, with their room."""
+    stuck: dict[bytes, int] = {}
+    with ExitStack() as cuts, tier.names.hold(addresses):  # cut once the names are let go
         with tier.catalog.read() as snapshot:
             present = snapshot.contains(addresses)
-        stuck: dict[bytes, int] = {}
         for address, published in zip(addresses, present, strict=True):
             path = tier.path(address)
-            if path is not None and not published and not is_erased(tier, path, purged=purged):
+            if path is None or published:
+                continue
+            fd = tried(path, partial(take_off_for_good, tier, path, overwriting=purged))
+            if fd is None:
                 stuck[address] = _room_of(path)
-        measured = tier.folders.measure(_folders(tier, addresses))
-        with tier.catalog.write() as change:
-            tier.folders.record(change.txn, measured)
-            if not stuck and not kept:
-                change.release(intent)
-                return
-            named = addresses if kept else stuck  # a draft's name has its address's place among them
-            payload, room = (PURGE if purged else b"") + pack_addresses(named), kept + sum(stuck.values())
-            if (payload, room) != (intent.payload, intent.reserved):
-                intent = change.amend(intent, room, payload)
-    _strand(tier, intent)
+            else:
+                cuts.callback(tried, path, partial(cut, fd, patience))
+    return stuck
 
 
 def abandon(tier: LocalTier, intent: Intent) -> None:
@@ -150,8 +168,9 @@ def reclaim(tier: LocalTier, *, alone: bool = False) -> None:
         if intent.lease not in owners:
             settle_intent(tier, intent)
     if alone:
+        patience = Patience()
         for name in os.listdir(f"{tier.root}/{DRAFTS}"):
-            is_erased(tier, f"{tier.root}/{DRAFTS}/{name}", purged=False)
+            is_erased(tier, f"{tier.root}/{DRAFTS}/{name}", patience, purged=False)
     with tier.lock:
         stranded, tier.stranded = tier.stranded, []
     while stranded:

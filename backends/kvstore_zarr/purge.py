@@ -17,9 +17,9 @@ from kvstore.environment import filesystem_of
 from kvstore.errors import TierUnavailable
 from kvstore.residues import beneath
 from kvstore.types import Residue
-from kvstore_zarr.deleting import in_batches, once
+from kvstore_zarr.deleting import once
 from kvstore_zarr.intents import Undertaking, reclaim
-from kvstore_zarr.removal import Patience, erase, overwrite
+from kvstore_zarr.removal import Patience, erase, in_batches, overwrite
 from kvstore_zarr.tier import PURGE
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -21,7 +22,7 @@ from kvstore_zarr.deleting import remove
 from kvstore_zarr.metadata import namespaces_in
 from kvstore_zarr.put import make_room
 from kvstore_zarr.rebuild import publish
-from kvstore_zarr.removal import erase
+from kvstore_zarr.removal import AT_ONCE, Patience, cut, erase, take_off
 from kvstore_zarr.tails import BlockFile, TailReader, block_files, block_folders
 from kvstore_zarr.tier import draft_prefix
 
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
     from kvstore_zarr.tier import LocalTier
 
 __all__ = ["Reindexed", "reindex"]
-
-FILES_AT_ONCE = 256
-"""Names locked at a time: a put of one of them waits for so many reads of a page."""
 
 Progress: TypeAlias = "Callable[[int], object]"
 
@@ -67,7 +65,7 @@ def reindex(
     A file that is no whole block is removed once nobody has written it for `unreadable_for_s`. `progress` is told, of
     each folder, how many blocks were compared.
     """
-    found = Reindexed()
+    found, patience = Reindexed(), Patience()
     with TailReader() as reader:
         for tree in namespaces_in(tier.root, tier.seal)[0]:
             if tier.is_aside(tree.namespace.fingerprint):
@@ -75,7 +73,7 @@ def reindex(
             with tier.catalog.write() as change:
                 change.add_namespace(tree.namespace)
             for group, folder in block_folders(tree):
-                found += _compare(_Folder(tier, tree, reader, group, folder), unreadable_for_s, progress)
+                found += _compare(_Folder(tier, tree, reader, patience, group, folder), unreadable_for_s, progress)
     measured = tier.folders.measure_all()
     with tier.catalog.write() as change:
         tier.folders.record(change.txn, measured)
@@ -90,6 +88,7 @@ class _Folder:
     tier: LocalTier
     tree: NamespaceTree
     reader: TailReader
+    patience: Patience
     group: int
     name: str
 
@@ -103,18 +102,18 @@ def _compare(folder: _Folder, unreadable_for_s: float, progress: Progress) -> Re
     ):  # first: what is put from now on is a file that is looked at, and known by then
         known = set(snapshot.addresses(prefix))
     files, drafts = block_files(tier.root, tree, folder.group, folder.name)
-    _erase_copied(tier, drafts)
+    _erase_copied(tier, drafts, folder.patience)
     gone = list(known - files.keys())
     found = Reindexed(removed=sum(remove(tier, gone, seen=dict.fromkeys(gone))) if gone else 0)
     unknown = [address for address in files if address not in known]
-    for start in range(0, len(unknown), FILES_AT_ONCE):
-        some = {address: files[address] for address in unknown[start : start + FILES_AT_ONCE]}
+    for start in range(0, len(unknown), AT_ONCE):
+        some = {address: files[address] for address in unknown[start : start + AT_ONCE]}
         found += _add(folder, some, unreadable_for_s)
     progress(len(known | files.keys()))
     return found
 
 
-def _erase_copied(tier: LocalTier, drafts: Sequence[str]) -> None:
+def _erase_copied(tier: LocalTier, drafts: Sequence[str], patience: Patience) -> None:
     """Take away drafts that belong to no put: they came with a copy of a tier that was in use."""
     if not drafts:
         return
@@ -122,17 +121,17 @@ def _erase_copied(tier: LocalTier, drafts: Sequence[str]) -> None:
         of_puts = tuple(draft_prefix(intent) for intent in snapshot.intents(b""))
     for draft in drafts:
         if not Path(draft).name.startswith(of_puts):
-            erase(draft)
+            erase(draft, patience)
 
 
 def _add(folder: _Folder, files: dict[bytes, BlockFile], unreadable_for_s: float) -> Reindexed:
     """Make entries of those files that are blocks."""
     tier = folder.tier
-    with tier.names.hold(files):
+    with ExitStack() as cuts, tier.names.hold(files):  # cut once the names are let go
         tails = [tail for tail in folder.reader.read(folder.tree, list(files.values())) if not tail.gone]
         bad = [tail.file.path for tail in tails if tail.bad]
         old = [path for path in bad if time.time() - os.lstat(path).st_mtime > unreadable_for_s]
         for path in old:
-            erase(path)
+            cuts.callback(cut, take_off(path), folder.patience)
         added = publish(tier, [tail.entry for tail in tails if tail.entry is not None])
         return Reindexed(added, 0, len(bad), len(old))

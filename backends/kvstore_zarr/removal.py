@@ -15,31 +15,49 @@ import os
 import stat
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from kvstore.files import NotAFileError, fill_with_zeros, open_file
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
     from kvstore_zarr.tier import LocalTier
 
 __all__ = [
+    "AT_ONCE",
     "Patience",
     "cut",
     "erase",
     "free",
+    "in_batches",
     "inode_of",
     "is_erased",
     "overwrite",
     "release",
     "take_off",
+    "take_off_for_good",
+    "tried",
 ]
+
+T = TypeVar("T")
 
 _log = logging.getLogger("kvstore.file")
 _told: set[str] = set()  # what was logged once
 _NOT_TO_BE_OPENED = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE)
 
+AT_ONCE = 64
+"""Blocks taken off under the locks of their names, and files kept open until they are cut."""
+
 READER_PATIENCE_S = 2.0
 """How long a removal waits for readers of its blocks before it leaves the last of their space to them."""
+
+
+def in_batches(addresses: Sequence[bytes]) -> Iterator[list[bytes]]:
+    """Each address once, a bounded number at a time: locks of names are looked through one by one."""
+    unique = list(dict.fromkeys(addresses))
+    return (unique[start : start + AT_ONCE] for start in range(0, len(unique), AT_ONCE))
 
 
 def inode_of(path: str) -> int | None:
@@ -179,17 +197,29 @@ def _erase_other(path: str) -> None:
             _log.warning("%s is a directory with something in it where a block should be: move it away", path)
 
 
-def is_erased(tier: LocalTier, path: str, *, purged: bool) -> bool:
+def is_erased(tier: LocalTier, path: str, patience: Patience, *, purged: bool) -> bool:
     """Take a file away; False, and said once, where that is not permitted or its device fails."""
+    fd = tried(path, partial(take_off_for_good, tier, path, overwriting=purged))
+    if fd is not None:
+        tried(path, partial(cut, fd, patience))  # it has no name any more: there is nothing to be tried again
+    return fd is not None
+
+
+def take_off_for_good(tier: LocalTier, path: str, *, overwriting: bool) -> int:
+    """`take_off`, after its bytes were overwritten where that is asked."""
+    if overwriting:
+        tier.purged_bytes += overwrite(path)
+    return take_off(path)
+
+
+def tried(path: str, do: Callable[[], T]) -> T | None:
+    """What `do` returns; None, and said once, where what it does to `path` is not permitted or the device fails."""
     try:
-        if purged:
-            tier.purged_bytes += overwrite(path)
-        erase(path)
+        return do()
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EACCES, errno.EIO, errno.EUCLEAN):
             raise
         if path not in _told:
             _told.add(path)
             _log.warning("%s cannot be removed (%s): it keeps its room, and is tried again", path, error.strerror)
-        return False
-    return True
+        return None

@@ -28,7 +28,7 @@ from kvstore_zarr.expiry import take_out
 from kvstore_zarr.format import PAGE, BlockFacts
 from kvstore_zarr.intents import Undertaking
 from kvstore_zarr.put import DISK_HEADROOM, JOB_BYTES
-from kvstore_zarr.removal import Patience, cut, erase
+from kvstore_zarr.removal import AT_ONCE, Patience, cut, erase
 from kvstore_zarr.sealed import seal_file
 
 if TYPE_CHECKING:
@@ -121,7 +121,9 @@ class _Job:
             for number, block in enumerate(self._blocks):
                 block.draft = self._tier.draft(intent, number, block.address)
                 self._write(block)
-            self._replace([block for block in self._blocks if block.size])
+            written, patience = [block for block in self._blocks if block.size], Patience()
+            for start in range(0, len(written), AT_ONCE):
+                self._replace(written[start : start + AT_ONCE], patience)
             steps.checkpoint("renamed")
             self._end(task)
             steps.checkpoint("published")
@@ -171,7 +173,7 @@ class _Job:
                 os.close(file.fd)
         steps.checkpoint("written")
 
-    def _replace(self, written: Sequence[_Block]) -> None:
+    def _replace(self, written: Sequence[_Block], patience: Patience) -> None:
         """Put the drafts in place; whoever evicts, removes or purges a block looks at its name under its lock, too."""
         tier, addresses = self._tier, [block.address for block in written]
         old: list[int] = []
@@ -189,7 +191,6 @@ class _Job:
                     for folder in {os.path.dirname(block.path) for block in written}:
                         sync_folder(folder)
         finally:
-            patience = Patience()
             for fd in old:
                 cut(fd, patience)
 

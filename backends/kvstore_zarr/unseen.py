@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,7 +18,7 @@ from kvstore.catalog import address_of
 from kvstore.errors import StoreOpenError
 from kvstore.types import BlockKey, Unseen
 from kvstore_zarr.metadata import METADATA_NAME, Kind, is_namespace_name, read_namespace
-from kvstore_zarr.removal import erase, overwrite
+from kvstore_zarr.removal import AT_ONCE, Patience, cut, take_off_for_good
 from kvstore_zarr.tails import block_files, block_folders, is_foreign
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ T = TypeVar("T")
 
 PUBLISHED_WITHIN_S = 0.2
 """A put gives its files their names, and enters them in its next transaction: who only reads waits that long."""
-AT_ONCE = 256
 
 
 def unseen(tier: LocalTier) -> list[Unseen]:
@@ -142,18 +141,22 @@ def _beside(name: str, files: list[BlockFile], *, later: bool) -> Unseen:
 
 
 def _purge_beside(tier: LocalTier, tree: NamespaceTree, until: int, *, overwriting: bool) -> list[Unseen]:
-    blocks = nbytes = 0
+    """Buried and gone under the names' locks: a put that waits for one finds the tombstone."""
+    blocks, nbytes, patience = 0, 0, Patience()
     for some in _batches(_unknown(tier, tree)):
         files = {file.address: file for file in some if not is_foreign(file.path)}
-        with tier.names.hold(files):
+        with ExitStack() as cuts, tier.names.hold(files):  # cut once the names are let go
             with tier.catalog.read() as snapshot:
                 known = snapshot.contains(list(files))
-            for file in (file for file, is_known in zip(files.values(), known, strict=True) if not is_known):
-                nbytes += _gone(tier, file.path, overwriting=overwriting)
+            going = [address for address, is_known in zip(files, known, strict=True) if not is_known]
+            if until and going:
+                with tier.catalog.write() as change:
+                    change.tombs.bury(going, until)
+            for address in going:
+                path = files[address].path
+                nbytes += _size(path)
                 blocks += 1
-        if until:
-            with tier.catalog.write() as change:
-                change.tombs.bury(files, until)
+                cuts.callback(cut, take_off_for_good(tier, path, overwriting=overwriting), patience)
     name = tree.namespace.name
     return [Unseen(name, f"namespace {name}: not in the catalogue", blocks, nbytes, whole=False)] if blocks else []
 
@@ -168,7 +171,10 @@ def _purge_whole(tier: LocalTier, name: str, until: int, *, overwriting: bool) -
             if until:
                 change.tombs.bury(some, until)
             change.discard(some)
-    sizes = [_gone(tier, path, overwriting=overwriting) for path in list(_ours(tier, name, Kind.BLOCK, Kind.DRAFT))]
+    sizes, patience = list[int](), Patience()
+    for path in list(_ours(tier, name, Kind.BLOCK, Kind.DRAFT)):
+        sizes.append(_size(path))
+        cut(take_off_for_good(tier, path, overwriting=overwriting), patience)
     for path in list(_ours(tier, name, Kind.DOCUMENT)):
         with suppress(FileNotFoundError):
             os.unlink(path)
@@ -189,15 +195,6 @@ def _batches(items: Iterable[T]) -> Iterator[list[T]]:
     rest = iter(items)
     while some := list(islice(rest, AT_ONCE)):
         yield some
-
-
-def _gone(tier: LocalTier, path: str, *, overwriting: bool) -> int:
-    """Remove a file for good; what it occupied."""
-    size = _size(path)
-    if overwriting:
-        tier.purged_bytes += overwrite(path)
-    erase(path)
-    return size
 
 
 def _size(path: str) -> int:

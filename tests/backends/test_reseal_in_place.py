@@ -25,10 +25,11 @@ from kvstore_lmdb import LMDBStore
 from kvstore_lmdb.entry import identified
 from kvstore_zarr import eviction, steps
 from kvstore_zarr.descriptors import Share
+from kvstore_zarr.names import NameLocks
 from kvstore_zarr.store import LocalZarrStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from kvstore.rekeying import Resealed
@@ -226,6 +227,29 @@ def test_nobody_who_has_the_old_file_open_keeps_its_space(file_url: str, tmp_pat
     with path.open("rb") as old, open_store(file_url) as store:
         assert write_again(store, [1]) == [RESEALED]
         assert os.fstat(old.fileno()).st_size == 0 < path.stat().st_size
+
+
+def test_a_few_names_are_locked_and_a_few_old_files_open_at_a_time(
+    file_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold, rename, names, descriptors = NameLocks.hold, os.rename, list[int](), list[int]()
+
+    def counted(self: NameLocks, addresses: Sequence[bytes]) -> object:
+        names.append(len(addresses))
+        return hold(self, addresses)
+
+    def renamed(source: str, target: str) -> None:
+        descriptors.append(len(os.listdir("/proc/self/fd")))  # noqa: PTH208
+        rename(source, target)
+
+    numbers = range(100, 300)
+    with open_store(file_url) as store:
+        fill(store, numbers)
+        monkeypatch.setattr(NameLocks, "hold", counted)
+        monkeypatch.setattr(os, "rename", renamed)
+        assert write_again(store, numbers) == [RESEALED] * len(numbers)
+        assert (sum(names), max(names)) == (len(numbers), 64)
+        assert max(descriptors) - min(descriptors) < 64
 
 
 def test_the_new_file_says_what_the_old_one_said(file_url: str, tmp_path: Path) -> None:

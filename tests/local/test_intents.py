@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import threading
-import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,11 +23,14 @@ from kvstore.environment import Environment
 from kvstore.errors import TierUnavailable
 from kvstore.marks import Mark
 from kvstore.purging import Request, purge
-from kvstore.testing.supply import SPACE, content, get, keys, writes
+from kvstore.testing.supply import MIB, SPACE, content, get, keys, writes
 from kvstore_zarr.deleting import remove
 from kvstore_zarr.intents import reclaim
 from kvstore_zarr.names import NameLocks
+from kvstore_zarr.reindex import reindex
+from kvstore_zarr.removal import Patience
 from kvstore_zarr.store import LocalZarrStore
+from kvstore_zarr.tier import pack_addresses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -194,24 +197,74 @@ def test_what_was_not_committed_is_owed_by_nobody(verb: str, root: Path, monkeyp
         assert store.usage().reserved == 0
 
 
+def forgotten(tier: LocalTier, numbers: Iterable[int]) -> list[bytes]:
+    """Blocks whose files stand where they were, and of which the catalogue knows no more."""
+    addresses = [address_of(SPACE, key) for key in keys(numbers)]
+    with tier.catalog.write() as change:
+        change.discard(addresses)
+    return addresses
+
+
+def reclaim_a_deletion(store: BlockStore) -> None:
+    tier = tier_of(store)
+    addresses = forgotten(tier, range(8))
+    with tier.catalog.write() as change:
+        change.reserve(os.urandom(16), MIB, pack_addresses(addresses))
+    reclaim(tier)
+
+
+def purge_unknown(store: BlockStore) -> None:
+    forgotten(tier_of(store), range(8))
+    store.purge_unseen(names=[SPACE.name], refuse_s=0, overwrite=False)
+
+
+def reindex_torn(store: BlockStore) -> None:
+    tier = tier_of(store)
+    for address in forgotten(tier, range(8)):
+        os.truncate(str(tier.path(address)), 5000)
+    reindex(tier, unreadable_for_s=-1.0)
+
+
+REMOVALS: Mapping[str, Callable[[BlockStore], object]] = {
+    "delete": lambda store: store.delete_many(SPACE, keys(range(8))),
+    "purge": lambda store: store.purge_many(SPACE, keys(range(8)), refuse_s=0),
+    "reclaim": reclaim_a_deletion,
+    "purge of what is unknown": purge_unknown,
+    "reindex": reindex_torn,
+}
+
+
+@pytest.mark.parametrize("verb", REMOVALS)
 def test_blocks_that_are_being_read_are_waited_for_together_and_nobody_waits_along(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+    verb: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kvstore_zarr.removal, "READER_PATIENCE_S", 0.5)
-    with open_store(f"file://{root}") as store, ExitStack() as files:
-        store.put_many(SPACE, writes(range(8)))
-        for number in range(8):
-            fcntl.flock(files.enter_context(file_of(root, number).open("rb")), fcntl.LOCK_SH)
-        began = time.monotonic()
-        deleting = threading.Thread(target=store.delete_many, args=(SPACE, keys(range(8))))
-        deleting.start()
-        while any(store.contains_many(SPACE, keys(range(8)))):
-            time.sleep(0.001)
-        assert store.put_many(SPACE, writes([3])) == [STORED]
-        assert deleting.is_alive()
-        deleting.join()
-        assert time.monotonic() - began < 2
-        assert get(store, range(8)) == [MISS] * 3 + [HIT] + [MISS] * 4
+    real, waiting = kvstore_zarr.removal._wait_for_readers, threading.Event()
+    waited, patiences, inodes = list[int](), set[Patience](), dict[int, int]()
+
+    def wait(fd: int, patience: Patience) -> bool:
+        waited.append(inodes[os.fstat(fd).st_ino])
+        patiences.add(patience)
+        waiting.set()
+        return real(fd, patience)
+
+    monkeypatch.setattr(kvstore_zarr.removal, "READER_PATIENCE_S", 1000.0)
+    monkeypatch.setattr(kvstore_zarr.removal, "_wait_for_readers", wait)
+    with open_store(f"file://{root}") as store:
+        with ExitStack() as files:
+            store.put_many(SPACE, writes(range(8)))
+            for number in range(8):
+                fcntl.flock(files.enter_context(file_of(root, number).open("rb")), fcntl.LOCK_SH)
+                inodes[file_of(root, number).stat().st_ino] = number
+            removing = threading.Thread(target=REMOVALS[verb], args=(store,))
+            removing.start()
+            assert waiting.wait(60)
+            put = store.put_many(SPACE, writes(waited))
+            assert (put, removing.is_alive()) == ([STORED], True)
+        removing.join(60)
+        assert not removing.is_alive()
+        assert (sorted(waited), len(patiences)) == ([*range(8)], 1)
+        assert get(store, range(8)) == [HIT if number == waited[0] else MISS for number in range(8)]
+        assert store.usage().reserved == 0
 
 
 @pytest.mark.parametrize("verb", ["delete_many", "purge_many"])

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from purge_helpers import found, machine
 
 import kvstore
 from kvstore import GetOutcome, Mark, PutOutcome
+from kvstore.catalog import address_of
 from kvstore.change import Change
 from kvstore.cli import EXIT_NOT_INTACT, EXIT_OK, run
 from kvstore.errors import TierUnavailable
@@ -24,9 +26,11 @@ from kvstore.testing.supply import SPACE, get, key, keys, writes
 from kvstore.url import TierURL
 from kvstore_lmdb import LMDBStore
 from kvstore_zarr.metadata import NamespaceTree
+from kvstore_zarr.names import NameLocks
+from kvstore_zarr.store import LocalZarrStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterable, Iterator
 
     from kvstore import Namespace
     from kvstore.testing.servers import RedisServer
@@ -227,6 +231,38 @@ def test_what_is_no_whole_block_goes_too(tmp_path: Path, capsys: pytest.CaptureF
     code, told = machine(capsys, "purge", url, "--all", "--yes")
     assert (code, told["tiers"][0]["blocks"]) == (EXIT_OK, 5)
     assert found(root, range(5)) == set()
+
+
+@pytest.mark.parametrize(("after", "outcome"), [(1, PutOutcome.STORED), (2, PutOutcome.REFUSED)])
+def test_a_block_that_an_engine_stores_while_unknown_files_go_is_there_or_buried(
+    after: int, outcome: PutOutcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, hold, put, held = f"file://{tmp_path}/kv", NameLocks.hold, list[PutOutcome](), 0
+    stored(url)
+    with kvstore.open_store(url) as store, kvstore.open_store(url) as engine:
+        assert isinstance(store, LocalZarrStore)
+        names, address = store._tier.names, address_of(SPACE, key(1))
+        with store._tier.catalog.write() as change:
+            change.discard([address])
+
+        @contextmanager
+        def holding(self: NameLocks, addresses: Iterable[bytes]) -> Generator[None]:
+            nonlocal held
+            with hold(self, addresses):
+                yield
+            held += self is names
+            if self is names and held == after:
+                put.extend(engine.put_many(SPACE, writes([1])))
+
+        monkeypatch.setattr(NameLocks, "hold", holding)
+        gone = store.purge_unseen(names=[SPACE.name], refuse_s=600, overwrite=False)
+        assert put == [outcome]
+        is_there = outcome is PutOutcome.STORED
+        assert [one.blocks for one in gone] == ([] if is_there else [1])
+        assert store.contains_many(SPACE, keys([1])) == [is_there]
+        assert file_of(tmp_path / "kv", 1).exists() == is_there
+        with store._tier.catalog.read() as snapshot:
+            assert (address in snapshot.tombs.buried([address])) != is_there
 
 
 def test_a_dropped_namespace_keeps_its_manifest_over_files_that_are_there(tmp_path: Path) -> None:
