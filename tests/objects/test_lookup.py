@@ -306,7 +306,7 @@ def test_the_server_counts_as_many_requests_as_the_store(server: S3Server, place
         before = proxy.counts
         asked_before = requests_of(store)
         assert isinstance(store, ObjectZarrStore)
-        store._lookup._ask_s = 0.01  # however busy this machine is, the listing is not late
+        store._tier.lookup._ask_s = 0.01  # however busy this machine is, the listing is not late
         there = store.contains_many(SPACE, keys(range(1000)))
         assert there == [True] * 40 + [False] * 960
         assert proxy.counts - before == {"LIST": 1}

@@ -187,7 +187,7 @@ def test_many_threads_share_an_sshd_and_find_it_again(started: Callable[[Start],
             stored = list(pool.map(lambda number: store.put_many(SPACE, writes([number])), range(48)))
             assert stored == [[PutOutcome.STORED]] * 48
             assert list(pool.map(lambda number: get(store, [number]), range(48))) == [[GetOutcome.HIT]] * 48
-        for filesystem in store._client._idle:  # type: ignore[attr-defined]
+        for filesystem in store._tier.client._idle:  # type: ignore[attr-defined]
             filesystem.client.close()
         assert get(store, range(48)) == [GetOutcome.HIT] * 48
         assert held(store) == set(keys(range(48)))

@@ -202,7 +202,7 @@ def test_what_others_store_before_they_learn_of_a_purge_goes_as_well(tmp_path: P
             while not (tmp_path / "kv/.purged").exists() and time.monotonic() < deadline:
                 time.sleep(0.001)
             time.sleep(0.4)
-            other._graves._looked = 1e18  # type: ignore[attr-defined] # as if it had, just before
+            other._tier.graves._looked = 1e18  # type: ignore[attr-defined] # as if it had, just before
             back.extend(other.put_many(SPACE, writes(range(4))))
 
         writer = threading.Thread(target=put_back)
@@ -268,7 +268,7 @@ def test_what_an_engine_stores_again_under_the_tenants_new_key_goes_as_well(
 ) -> None:
     with kvstore.open_store(shared_url) as engine:
         assert engine.put_many(SPACE, [write(5, tenant="zeta")]) == [EXISTS]
-        vars(engine)["_graves"].seen_s = 60.0  # it has looked for tombstones, and does not know of those that come
+        vars(engine)["_tier"].graves.seen_s = 60.0  # it has looked for tombstones, and does not know of those that come
         settle = vars(_Purge)["_settle"]
 
         def stored_again(self: Any, *args: Any) -> None:
