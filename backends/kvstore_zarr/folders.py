@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
+from itertools import islice
 from typing import TYPE_CHECKING
 
-from kvstore.files import make_folder, replace_file, sync_folder
+from kvstore.files import make_folder, open_file, replace_file, sync_folder
 from kvstore_zarr.format import PAGE
 from kvstore_zarr.metadata import METADATA_NAME
 
@@ -39,6 +41,8 @@ SMALL = 64 * PAGE
 FOLDER_GROWTH = 3 * (NAME_GROWTH + 2 * PAGE)
 """The most a put adds when it makes namespace, group and array: each a folder with its document, and a name above."""
 
+_LOOKED_AT = 8
+"""Folders beside a new one in which a document to link to is looked for."""
 _U64 = struct.Struct("<Q")
 _TOTAL = b"\0total"
 
@@ -67,6 +71,7 @@ class Folders:
         self._made: set[str] = set()
         self._counted: dict[str, int] = {}
         self._documents: dict[bytes, str] = {}
+        self._writing = threading.Lock()
 
     def growth(self, folder: str) -> int:
         """The most that a new file in `folder` can add to the tree's directories."""
@@ -96,7 +101,11 @@ class Folders:
         if self._durable:
             sync_folder(os.path.dirname(folder))
         if not self._is_linked(text, document):
-            self._write(document, text, draft)
+            with (
+                self._writing
+            ):  # of threads that begin together one waits for the disk, and the others link to its file
+                if not os.path.exists(document) and not self._is_linked(text, document):
+                    self._write(document, text, draft)
 
     def rewrite(self, documents: Mapping[str, bytes], *, unique: str) -> None:
         """Put documents (path relative to the root, to text) in place of what stands there. Raises OSError."""
@@ -117,7 +126,7 @@ class Folders:
         """Whether `document` is there by another name of one that says the same: one system call instead of five, and
         one file for all the arrays of a group. Not where there are no links, or no more of them.
         """
-        same = self._documents.get(text)
+        same = self._documents.get(text) or self._beside(document, text)
         if same is None:
             return False
         try:
@@ -128,6 +137,21 @@ class Folders:
             self._documents.pop(text, None)
             return False
         return True
+
+    def _beside(self, document: str, text: bytes) -> str | None:
+        """A document that says the same in one of the first folders beside that of `document`, if there is one."""
+        folder = os.path.dirname(document)
+        with os.scandir(os.path.dirname(folder)) as entries:
+            others = [entry.path for entry in islice(entries, _LOOKED_AT) if entry.path != folder]
+        for other in others:
+            try:
+                fd = open_file(f"{other}/{METADATA_NAME}", os.O_RDONLY)
+            except OSError:
+                continue
+            with open(fd, "rb") as file:
+                if file.read(len(text) + 1) == text:
+                    return self._documents.setdefault(text, f"{other}/{METADATA_NAME}")
+        return None
 
     def measure(self, folders: Iterable[str]) -> dict[str, int]:
         """What has grown since this process last recorded it: `folders`, and what stands above those that are new."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +14,7 @@ from local_helpers import HIT, STORED, file_of
 from kvstore import open_store
 from kvstore.files import replace_file
 from kvstore.testing.supply import SPACE, get, writes
+from kvstore_zarr import folders
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,6 +36,52 @@ def test_each_array_has_its_document_and_all_are_one_file(tmp_path: Path) -> Non
     assert len(found) > 1
     assert {path.lstat().st_ino for path in found} == {found[0].lstat().st_ino}
     assert json.loads(found[0].read_text())["node_type"] == "array"
+
+
+def test_an_array_that_is_new_after_an_opening_has_the_same_file_and_waits_for_no_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(f"file://{tmp_path}") as store:
+        store.put_many(SPACE, writes(BLOCKS[:6]))
+    with open_store(f"file://{tmp_path}") as store, monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", lambda _: pytest.fail("the disk was waited for"))
+        assert set(store.put_many(SPACE, writes(BLOCKS[6:]))) == {STORED}
+    assert len({path.lstat().st_ino for path in documents(tmp_path)}) == 1
+
+
+@pytest.mark.parametrize("what", ["damaged", "a link", "a folder"])
+def test_no_array_has_a_document_that_is_not_sound(what: str, tmp_path: Path) -> None:
+    with open_store(f"file://{tmp_path}") as store:
+        store.put_many(SPACE, writes([0]))
+    document = file_of(tmp_path, 0).parent / "zarr.json"
+    sound = document.read_bytes()
+    document.unlink()
+    if what == "damaged":
+        document.write_bytes(sound[:-1])
+    elif what == "a link":
+        (tmp_path / "elsewhere").write_bytes(sound)
+        document.symlink_to(tmp_path / "elsewhere")
+    else:
+        document.mkdir()
+    with open_store(f"file://{tmp_path}") as store:
+        assert set(store.put_many(SPACE, writes(BLOCKS[1:]))) == {STORED}
+    for path in set(documents(tmp_path)) - {document}:
+        assert path.read_bytes() == sound
+        assert not path.is_symlink()
+
+
+def test_threads_that_begin_together_write_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+
+    def counted(path: str | Path, data: bytes, *, draft: str | Path, mode: int) -> None:
+        written.append(os.path.relpath(path, tmp_path))
+        replace_file(path, data, draft=draft, mode=mode)
+
+    monkeypatch.setattr(folders, "replace_file", counted)
+    with open_store(f"file://{tmp_path}") as store, ThreadPoolExecutor(len(BLOCKS)) as pool:
+        outcomes = list(pool.map(lambda number: store.put_many(SPACE, writes([number])), BLOCKS))
+    assert outcomes == [[STORED]] * len(BLOCKS)
+    assert sorted(path.count("/") for path in written) == [1, 2, 3]  # of the namespace, its group, and one array
 
 
 def test_where_there_are_no_links_each_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
