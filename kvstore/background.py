@@ -26,6 +26,8 @@ class Bell:
         with contextlib.suppress(RuntimeError):  # rung already
             self._silent.release()
 
-    def wait(self, timeout: float) -> None:
-        """Until it is rung, or was since the last call; at most `timeout` seconds. For one thread."""
-        self._silent.acquire(timeout=timeout)
+    def wait(self, timeout: float = -1) -> bool:
+        """Until it is rung, or was since the last call; False after `timeout` seconds, if that is not negative. For one
+        thread.
+        """
+        return self._silent.acquire(timeout=timeout)

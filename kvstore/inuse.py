@@ -44,11 +44,11 @@ class InUse:
             if self._ended and not self._inside:
                 self._idle.notify_all()
 
-    def end(self) -> bool:
+    def end(self, timeout: float | None = None) -> bool:
         """Let nobody in any more and wait for those inside; whether the caller may now take the thing apart.
 
         True once. False where that was done before, in a forked child, and when somebody is still inside after
-        `CLOSE_TIMEOUT_S`: what they use must then stay as it is.
+        `timeout` seconds (default: `CLOSE_TIMEOUT_S`): what they use must then stay as it is.
         """
         if self._pid != os.getpid():
             return False
@@ -56,4 +56,4 @@ class InUse:
             if self._ended:
                 return False
             self._ended = True
-            return self._idle.wait_for(lambda: not self._inside, CLOSE_TIMEOUT_S)
+            return self._idle.wait_for(lambda: not self._inside, CLOSE_TIMEOUT_S if timeout is None else timeout)

@@ -72,26 +72,28 @@ class _Message:
     descriptor: int | None = None
 
 
-class Answer:
+class Answer(Bell):
     """What one caller waits for: called with it once."""
 
     def __init__(self) -> None:
-        self._silent = threading.Lock()
-        self._silent.acquire()
+        super().__init__()
         self._value: Any = None
         self._error: BaseException | None = None
 
     def __call__(self, value: Any, error: BaseException | None) -> None:
         self._value, self._error = value, error
-        self._silent.release()
+        self.ring()
 
-    def came(self, timeout: float = -1) -> bool:
-        """Wait up to `timeout` seconds for it, or as long as it takes; whether it is there."""
-        return self._silent.acquire(timeout=timeout)
+    def wait(self, timeout: float = -1) -> bool:
+        """Whether it is there within `timeout` seconds; it stays there."""
+        there = super().wait(timeout)
+        if there:
+            self.ring()
+        return there
 
-    def wait(self) -> Any:
-        """The value, or raises the error."""
-        self.came()
+    def value(self) -> Any:
+        """As long as it takes: the value, or raises the error."""
+        self.wait()
         if self._error is not None:
             raise self._error
         return self._value
@@ -137,9 +139,14 @@ class Link:
         answered, ticket = Answer(), next(self._tickets)
         with self._naming:
             region = self.lent.add(memory)
+        try:
             self._asking(ticket, _lending(region, ticket), answered)
-        self.send()
-        answered.wait()
+            self.send()
+            answered.value()
+        except BaseException:
+            with self._naming:
+                self.lent.remove(region)
+            raise
 
     def number(self, namespace: Namespace) -> int:
         """What messages call it."""
@@ -153,16 +160,20 @@ class Link:
 
     def begin(self, verb: str, arguments: tuple[Any, ...], options: dict[str, Any], done: Done) -> None:
         """Have a call made once `send` is called, too; `done` is called with its value or its error, by the thread that
-        listens or by this one.
+        listens.
+
+        Raises `StoreClosedError` after `end` and in a forked child: `done` is not called then.
         """
         ticket = next(self._tickets)
         self._asking(ticket, _Message(frame(("call", ticket, verb, arguments, options)), ticket), done)
 
     def _asking(self, ticket: int, message: _Message, done: Done) -> None:
+        if self._owner != os.getpid():  # the socket is the owner's
+            raise StoreClosedError(f"{self.shown} was opened by the process that this one was forked from")
         self._asked[ticket] = done  # in this order: see _fail
         self._outbox.append(message)
         if self._ended and self._asked.pop(ticket, None) is not None:
-            done(None, StoreClosedError(f"{self.shown} was closed: open it again"))
+            raise StoreClosedError(f"{self.shown} was closed: open it again")
 
     def send(self) -> None:
         """Send what was begun. What the thread that listens begins, it sends."""
@@ -176,10 +187,16 @@ class Link:
             finally:
                 self._sending.release()
 
-    def later(self, work: Callable[[], object]) -> None:
-        """Have `work` done by the sender."""
+    def later(self, work: Callable[[], object]) -> bool:
+        """Have `work` done by the sender. False after `end`, when there is none: then it is not done."""
+        if self._ended:
+            return False
         self._later.append(work)
         self._stuffed.ring()
+        if self._ended:  # just now: the sender may have looked for the last time
+            with contextlib.suppress(IndexError):
+                self._later.popleft()()
+        return True
 
     def end(self) -> None:
         """End the process, now; whoever still waits for an answer is told. In a forked child nothing happens."""
@@ -202,6 +219,7 @@ class Link:
         with contextlib.suppress(subprocess.TimeoutExpired):
             if process is not None:
                 process.wait(timeout)
+            self._process = None
             self.lent.clear()
             return True
         return False
@@ -211,12 +229,15 @@ class Link:
     def _send_on(self) -> None:
         """What takes long to put into a message, and what did not fit into the socket."""
         while not self._ended or self._later:
-            self._stuffed.wait(-1)
-            while self._later:
-                self._later.popleft()()
-            with self._sending:
-                self._sent(0)
-            self.send()
+            try:
+                self._stuffed.wait()
+                while self._later:
+                    self._later.popleft()()
+                with self._sending:
+                    self._sent(0)
+                self.send()
+            except BaseException:  # nobody would be told that nothing is sent any more
+                self._give_up()
 
     def _sent(self, flags: int) -> bool:
         """Whether all of it went; under `_sending`. Small ones go together."""
@@ -258,15 +279,23 @@ class Link:
         try:
             self._hear()
         except BaseException:  # nobody would ever be told anything again
-            log.exception("%s: its I/O process is ended", self.shown)
-            self.end()
+            self._give_up()
+            wire = self._wire
+            while wire is not None and _received(wire):
+                pass  # until it has ended: it may still write
         self._lost()
 
+    def _give_up(self) -> None:
+        log.exception("%s: its I/O process is ended", self.shown)
+        self.end()
+
     def _hear(self) -> None:
-        while not self._ended:
+        while True:
             wire = self._wire
             if wire is None:
-                self._wanted.wait(-1)
+                if self._ended:
+                    return
+                self._wanted.wait()
                 if self._asked and not self._ended:
                     self._restart()
                 continue
@@ -301,6 +330,8 @@ class Link:
         try:
             self._start()
         except Exception as error:
+            if self._ended:
+                return
             log.warning("%s: its I/O process cannot be started again: %s", self.shown, error)
             self._fail(f": its I/O process cannot be started again: {error}")
             return
@@ -332,25 +363,30 @@ class Link:
         with theirs:
             arguments = [str(theirs.fileno()), str(os.getpid()), json.dumps(sys.path)]
             process = subprocess.Popen(
-                [sys.executable, "-c", _START, *arguments],
+                [sys.executable, "-P", "-c", _START, *arguments],  # -P: imports nothing of the working directory
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
             )
+        self._process = process
+        if self._ended:  # just now, and without knowing of this one
+            process.kill()
         try:
             self.about = self._opened(wire, process)
         except BaseException:
             wire.close()
             process.kill()
             process.wait()
+            self._process = None
             raise
         with self._naming, self._sending:
             names = [_Message(frame(("name", number, space))) for space, number in self._namespaces.items()]
             self._outbox.extendleft([*names, *map(_lending, self.lent)])
-            self._process, self._wire, self._frames = process, wire, Frames()
+            self._wire, self._frames = wire, Frames()
 
     def _opened(self, wire: socket.socket, process: subprocess.Popen[bytes]) -> tuple[TierURL, Capabilities]:
-        wire.sendall(frame(("open", self._url)))
+        with contextlib.suppress(OSError):  # it has ended: said below
+            wire.sendall(frame(("open", self._url)))
         frames = Frames()
         while received := _received(wire):
             for _, about, error in frames.add(received):

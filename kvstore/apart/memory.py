@@ -14,6 +14,7 @@ import os
 import re
 from bisect import bisect_right
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,11 +62,11 @@ class Region:
 
 
 class Lent:
-    """The regions that another process is given. Threads: one at a time calls `add` and `clear`, any number `place`."""
+    """The regions that another process is given. Threads: any number call `place`, one at a time the rest."""
 
     def __init__(self) -> None:
-        self._regions: tuple[Region, ...] = ()
-        self._starts: list[int] = []
+        self._regions: tuple[Region, ...] = ()  # by address
+        self._descriptors: list[int] = []
 
     def __iter__(self) -> Iterator[Region]:
         return iter(self._regions)
@@ -77,15 +78,19 @@ class Lent:
         """
         address = address_in_memory(memory)
         descriptor, offset = _file_behind(address, memory.nbytes)
-        region = Region(len(self._regions), address, memory.nbytes, descriptor, offset, memory)
-        ordered = sorted((*self._regions, region), key=lambda one: one.address)
-        self._regions, self._starts = tuple(ordered), [one.address for one in ordered]
+        region = Region(len(self._descriptors), address, memory.nbytes, descriptor, offset, memory)
+        self._descriptors.append(descriptor)
+        self._regions = tuple(sorted((*self._regions, region), key=_address))
         return region
+
+    def remove(self, region: Region) -> None:
+        """Nothing lies in it any more. Its descriptor is closed by `clear`: it may be on its way."""
+        self._regions = tuple(one for one in self._regions if one is not region)
 
     def place(self, memory: NDArray[np.uint8]) -> tuple[int, int] | None:
         """The number of the region that the flat `memory` lies in, and where there; None if it lies in none."""
         address, regions = address_in_memory(memory), self._regions
-        index = bisect_right(self._starts, address) - 1
+        index = bisect_right(regions, address, key=_address) - 1
         if index < 0:
             return None
         region = regions[index]
@@ -94,9 +99,12 @@ class Lent:
 
     def clear(self) -> None:
         """The other process is gone, or has let go of all of them."""
-        regions, self._regions, self._starts = self._regions, (), []
-        for region in regions:
-            os.close(region.descriptor)
+        self._regions = ()
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+
+_address = attrgetter("address")
 
 
 def _file_behind(address: int, nbytes: int) -> tuple[int, int]:
@@ -104,15 +112,22 @@ def _file_behind(address: int, nbytes: int) -> tuple[int, int]:
     file, offset = _mapped(address, nbytes)
     for entry in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, not paths
         with contextlib.suppress(OSError):
-            descriptor = int(entry)
-            about = os.fstat(descriptor)
-            writable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
-            if writable and (os.major(about.st_dev), os.minor(about.st_dev), about.st_ino) == file:
-                return os.dup(descriptor), offset
+            if _is_open_on(int(entry), file):  # only then: closing a copy lets go of its file's POSIX locks
+                copy = os.dup(int(entry))
+                if _is_open_on(copy, file):  # still: another thread may have closed the one and opened another
+                    return copy, offset
+                os.close(copy)
     raise ConfigurationError(
         f"{nbytes} bytes of memory cannot be shared with the I/O process: nothing here has their file open any more."
         f" {_REMEDY}"
     )
+
+
+def _is_open_on(descriptor: int, file: tuple[int, int, int]) -> bool:
+    """For reading and writing. Raises `OSError` if it is not open."""
+    about = os.fstat(descriptor)
+    writable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+    return writable and (os.major(about.st_dev), os.minor(about.st_dev), about.st_ino) == file
 
 
 _REMEDY = (

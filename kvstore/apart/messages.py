@@ -48,7 +48,7 @@ __all__ = [
 
 READS = frozenset({"get_many_into", "check_many"})
 WRITES = frozenset({"put_many", "reseal_many"})
-KEYS = frozenset({"contains_many", "touch_many", "delete_many"})
+KEYS = frozenset({"contains_many", "of_later_version", "touch_many", "delete_many"})
 """Verbs about keys that are asked often enough for tuples in place of objects."""
 SCANS = frozenset({"next", "drop"})
 """What is asked of a scan that was begun, by its number."""

@@ -85,7 +85,7 @@ class _Serving:
         self._regions: dict[int, NDArray[np.uint8]] = {}
         self._namespaces: dict[int, Namespace] = {}
         self._scans: dict[int, Iterator[Any]] = {}
-        self._numbers = count()
+        self._numbers = count(int.from_bytes(os.urandom(6)))  # no number that another process has given out
         self._heard: dict[str, Callable[..., None]] = {
             "open": self._open,
             "name": self._namespaces.__setitem__,
@@ -177,6 +177,8 @@ class _Serving:
     def _memory(self, region: int, offset: int, nbytes: int) -> NDArray[np.uint8]:
         if region == ALONG:
             return np.empty(nbytes, np.uint8)
+        if region not in self._regions:
+            raise TierUnavailable("memory that was lent could not be mapped again after a restart: lend it anew")
         return self._regions[region][offset : offset + nbytes]
 
     def _copy(self, pairs: Sequence[tuple[Any, Any]]) -> None:
@@ -192,7 +194,10 @@ class _Serving:
         if verb == "drop":
             self._scans.pop(number, None)
             return []
-        return list(islice(self._scans[number], SCAN_CHUNK))
+        scan = self._scans.get(number)
+        if scan is None:
+            raise TierUnavailable("the I/O process that had this scan has ended: begin another one")
+        return list(islice(scan, SCAN_CHUNK))
 
 
 def _aligned(offset: int) -> int:

@@ -6,6 +6,7 @@ is how the tiers do it (`kvstore.tiering.pool_apart`).
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,6 +17,7 @@ from kvstore.abc import REFUSE_S, BlockStore
 from kvstore.apart.link import END_S, Answer, Link
 from kvstore.apart.messages import KEYS, READS, SCANS, WRITES, keys, places, reads, writes
 from kvstore.apart.serving import SCAN_CHUNK
+from kvstore.errors import StoreClosedError
 from kvstore.inuse import InUse
 from kvstore.layout import as_bytes
 from kvstore.url import TierURL
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
+    from kvstore.apart.link import Done
     from kvstore.marks import Mark, MarkOutcome
     from kvstore.namespace import Namespace
     from kvstore.repairing import Repaired
@@ -44,14 +47,12 @@ if TYPE_CHECKING:
         Usage,
     )
 
-    Done = Callable[[Any, BaseException | None], None]
-
 T = TypeVar("T")
 
 __all__ = ["StoreApart"]
 
 CLOSE_S = 10.0
-"""Seconds that the store there may take to close; its process is ended then."""
+"""Seconds that calls under way may take to end, and then the store there to close; its process is ended then."""
 
 
 class StoreApart(BlockStore):
@@ -96,10 +97,10 @@ class StoreApart(BlockStore):
 
     def begin(self, verb: str, arguments: tuple[Any, ...], done: Done) -> None:
         """Have a verb called with `arguments`, soon after `send`, without waiting. `done(value, error)` is called when
-        it has ended, on a thread that must not be kept, or on this one; what that begins is sent.
+        it has ended, on a thread that must not be kept; what that begins is sent.
 
-        Raises `InvalidBlockError` before anything is done. `copy_many` is a verb here: pairs of arrays in lent memory,
-        into and from.
+        Raises `InvalidBlockError` or `StoreClosedError` before anything is done. `copy_many` is a verb here: pairs of
+        arrays in lent memory, into and from.
         """
         message, deliver = self._message(verb, arguments)
 
@@ -112,9 +113,11 @@ class StoreApart(BlockStore):
         """Send all that was begun, at once: a message for each call would be a system call, and a turn at the GIL."""
         self._link.send()
 
-    def later(self, work: Callable[[], object]) -> None:
-        """Have `work`, which begins a call, done by a thread of this store's, soon and without waiting."""
-        self._link.later(work)
+    def later(self, work: Callable[[], object]) -> bool:
+        """Have `work`, which begins a call, done by a thread of this store's, soon and without waiting. False after
+        `close`: then it is not done.
+        """
+        return self._link.later(work)
 
     def _ask(self, verb: str, *arguments: Any, **options: Any) -> T:  # type: ignore[type-var] # pyright: ignore[reportInvalidTypeVarUse]
         """The answer, waited for; of the type that the verb has."""
@@ -123,7 +126,7 @@ class StoreApart(BlockStore):
             answered = Answer()
             self._link.begin(verb, message, options, answered)
             self._link.send()
-            answer: T = deliver(answered.wait())  # here: no other thread holds a buffer once the caller goes on
+            answer: T = deliver(answered.value())  # here: no other thread holds a buffer once the caller goes on
             return answer
 
     def _message(self, verb: str, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], Callable[[Any], Any]]:
@@ -145,6 +148,10 @@ class StoreApart(BlockStore):
             rest[0] = keys(rest[0])
         return (self._link.number(namespace), *rest), deliver
 
+    def ensure_open(self) -> None:
+        with self._in_use:
+            pass
+
     def namespaces(self) -> list[Namespace]:
         return self._ask("namespaces")
 
@@ -159,6 +166,9 @@ class StoreApart(BlockStore):
 
     def check_many(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
         return self._ask("check_many", namespace, blocks)
+
+    def of_later_version(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
+        return self._ask("of_later_version", namespace, keys)
 
     def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         return self._ask("delete_many", namespace, keys)
@@ -193,8 +203,9 @@ class StoreApart(BlockStore):
                 if len(some) < SCAN_CHUNK:
                     return
         finally:
-            self._link.begin("drop", (scan,), {}, lambda _, __: None)
-            self._link.send()
+            with contextlib.suppress(StoreClosedError):  # a forked child drops what is its parent's
+                self._link.begin("drop", (scan,), {}, lambda _, __: None)
+                self._link.send()
 
     def usage(self) -> Usage:
         return self._ask("usage")
@@ -243,17 +254,23 @@ class StoreApart(BlockStore):
         return self._ask("scrubbed")
 
     def close(self) -> None:
-        """Bounded: a store that has not closed after `CLOSE_S` seconds goes with its process."""
-        if self._in_use.end():
+        """Bounded: calls that have not ended after `CLOSE_S` seconds go with the process, and so does a store that has
+        not closed after as many more.
+        """
+        if self._finalizer.detach() is None:  # closed before, or another thread is at it
+            return
+        if self._in_use.end(CLOSE_S) and self._link.process is not None:
             answered = Answer()
-            self._link.begin("close", (), {}, answered)
-            self._link.send()
-            answered.came(CLOSE_S)
-            self.abandon()
+            with contextlib.suppress(StoreClosedError):  # its process was ended already
+                self._link.begin("close", (), {}, answered)
+                self._link.send()
+                answered.wait(CLOSE_S)
+        self.abandon()
 
     def abandon(self) -> bool:
         """End the process in the middle of whatever it does; False if it is in a call that the kernel does not end."""
         self._finalizer.detach()
+        self._in_use.end(0.0)
         self._link.end()
         return self._link.ended(END_S)
 

@@ -13,6 +13,7 @@ from kvstore.bench.contestant import Contestant, Traffic
 from kvstore.errors import TierUnavailable
 from kvstore.tiering import SecondaryTier
 from kvstore.tiering.primary import Slot
+from kvstore.url import TierURL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from kvstore.abc import BlockStore
     from kvstore.namespace import Namespace
     from kvstore.types import BlockKey
-    from kvstore.url import TierURL
 
 __all__ = ["BlockingCalls", "ThroughTheTier"]
 
@@ -64,7 +64,8 @@ class ThroughTheTier(Traffic):
     def __init__(
         self, tier: TierURL | BlockStore, namespace: Namespace, threads: int, memory: NDArray[np.uint8]
     ) -> None:
-        self._tier = SecondaryTier(tier, namespace, threads=threads, io_process=True, memory=memory.data)
+        apart = isinstance(tier, TierURL)
+        self._tier = SecondaryTier(tier, namespace, threads=threads, io_process=apart, memory=memory.data)
         self._url = self._tier.url
         self._left: dict[int, int] = {}
 

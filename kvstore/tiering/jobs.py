@@ -125,7 +125,7 @@ class Lookup(TierJob):
         super().__init__(store, namespace)
         self.keys = keys
         self.found: list[bool] = []
-        self.many = len(keys) > FEW
+        self.about = len(keys)
 
     def calls(self) -> Calls:
         found = yield self.verb("contains_many", self.keys)
@@ -179,7 +179,7 @@ class Transfer(TierJob):
         self.buffers: Sequence[Buffer] = ()
         self.sizes = [slot.view.nbytes for slot in slots]
         self.nbytes = sum(self.sizes)
-        self.many = len(slots) > FEW
+        self.about = len(slots)
 
     def withdraw(self) -> bool:
         """Of a job that has begun: True if it will not touch its slots from now on, and has not yet."""
@@ -274,7 +274,7 @@ class StagedStore(Store):
 
     def __init__(self, copied: CopyOut) -> None:
         super().__init__(copied.store, copied.namespace, ())
-        self.keys, self.sizes, self.nbytes, self.many = copied.keys, copied.sizes, copied.nbytes, copied.many
+        self.keys, self.sizes, self.nbytes, self.about = copied.keys, copied.sizes, copied.nbytes, copied.about
         self.marks = copied.marks
         self.buffers = copied.buffers
         self._blocks = copied.blocks

@@ -4,7 +4,7 @@ The scheduler's thread sends the call of a job that it submits, if that is about
 are under way; the two threads of the link (`kvstore.apart.link`) send those of many, hear of ends and send the next. So
 a transfer costs the process of the scheduler a message each way, however many system calls it is made of there.
 
-What was sent has begun. What has not been sent is here, and can be cancelled.
+A job that is claimed for its call has begun. What has not been claimed is here, and can be cancelled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore.apart import StoreApart
-from kvstore.tiering.jobs import TierJob
+from kvstore.tiering.jobs import FEW, TierJob
 from kvstore.tiering.transfer import Jobs, TransferPool
 
 if TYPE_CHECKING:
@@ -54,23 +54,30 @@ class PoolApart(Jobs[J]):
             finally:
                 self._sending.release()
             for jobs in begun:  # without the lock: a call that fails at once ends here
-                if any(job.many for job in jobs):
-                    self._store.later(partial(self._begin, jobs))
-                else:
+                many = sum(job.about for job in jobs) > FEW
+                if not many or not self._store.later(partial(self._begin_later, jobs)):
                     self._begin(jobs)
+
+    def _begin_later(self, jobs: Sequence[J]) -> None:
+        self._begin(jobs)
+        self._awake()
 
     def _begin(self, jobs: Sequence[J]) -> None:
         jobs[0].begin(jobs[1:])
         self._go_on(jobs, jobs[0].calls(), None, None)
 
+    def _answered(self, jobs: Sequence[J], calls: Calls, answer: Any, error: BaseException | None) -> None:
+        self._go_on(jobs, calls, answer, error)
+        self._awake()
+
     def _go_on(self, jobs: Sequence[J], calls: Calls, answer: Any, error: BaseException | None) -> None:
-        """With an answer to the job's next call, or to its end."""
+        """With an answer to the job's next call, or to its end. What else can begin then, is for who called this."""
         job = jobs[0]
         try:
             if error is not None:
                 raise error
             call = calls.send(answer)
-            self._store.begin(call.name, call.arguments, partial(self._go_on, jobs, calls))
+            self._store.begin(call.name, call.arguments, partial(self._answered, jobs, calls))
             return
         except StopIteration:
             pass
@@ -82,8 +89,8 @@ class PoolApart(Jobs[J]):
         with self._sending:
             self._running -= 1
             self._ended(job)
+            self._looked = False
         self.bell.ring()
-        self._awake()
 
     def _wait(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout

@@ -67,8 +67,8 @@ class Job(ABC):
 
     urgent: ClassVar[bool] = False
     others: Sequence[Job] = ()
-    many = True
-    """To begin it takes as long as it has blocks: nothing for a scheduler's thread."""
+    about = float("inf")
+    """Blocks that its call is about; as many as it may be, where nobody has counted them."""
 
     def __init__(self) -> None:
         self.made = time.monotonic()

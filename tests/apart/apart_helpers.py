@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore import BlockKey, BlockStore, GetOutcome, PutOutcome
+    from kvstore.apart import StoreApart
 
 
 def rows(count: int) -> NDArray[np.uint8]:
@@ -36,6 +37,13 @@ def put(store: BlockStore, names: Sequence[BlockKey], memory: NDArray[np.uint8])
 def get(store: BlockStore, names: Sequence[BlockKey], memory: NDArray[np.uint8]) -> list[GetOutcome]:
     """Load them into `memory`."""
     return store.get_many_into(SPACE, [BlockRead(name, row.data) for name, row in zip(names, memory, strict=False)])
+
+
+def process_of(store: StoreApart) -> int:
+    """Its process, which is there."""
+    process = store.process
+    assert process is not None
+    return process
 
 
 def alive(process: int) -> bool:

@@ -79,13 +79,14 @@ def test_what_cannot_be_shared_is_refused_with_what_to_do(kind: str) -> None:
         before = descriptors()
         with pytest.raises(ConfigurationError, match=r"cannot be shared.*shared_memory.*io_process"):
             Lent().add(memory)
-        assert descriptors() == before
+        assert descriptors() <= before  # fewer: a store of the test before has just let go of its own
 
 
 def test_clearing_closes_what_was_opened() -> None:
-    memory, lent, before = shared_memory(PAGE), Lent(), descriptors()
-    lent.add(memory)
-    assert descriptors() == before + 1
+    memory, lent = shared_memory(PAGE), Lent()
+    descriptor = lent.add(memory).descriptor
+    assert os.fstat(descriptor).st_size == PAGE
     lent.clear()
-    assert descriptors() == before
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
     assert lent.place(memory) is None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from apart_helpers import alive, descriptors, get, put, rows, wait_for
+from apart_helpers import alive, descriptors, get, process_of, put, rows, wait_for
 from tiering_helpers import PATIENCE, PROMPT, SPACE, content, fill, writes
 
 from kvstore import BlockWrite, GetOutcome, PutOutcome, open_store
@@ -48,12 +48,6 @@ def memory() -> NDArray[np.uint8]:
 def store(tmp_path: Path, memory: NDArray[np.uint8]) -> Iterator[StoreApart]:
     with StoreApart(f"file://{tmp_path}/tier", [memory.data]) as opened:
         yield opened
-
-
-def process_of(store: StoreApart) -> int:
-    process = store.process
-    assert process is not None
-    return process
 
 
 def test_blocks_go_through_shared_memory_and_are_what_an_ordinary_store_finds(
@@ -201,17 +195,25 @@ def test_signals_to_the_whole_group_do_not_end_it_before_its_owner(store: StoreA
     assert store.restarts == 0
 
 
-def test_closing_ends_it_though_a_call_hangs(
-    tmp_path: Path, memory: NDArray[np.uint8], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("call", [True, False], ids=["in a call", "idle"])
+def test_closing_ends_it_though_it_hangs(
+    call: bool, tmp_path: Path, memory: NDArray[np.uint8], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstore.apart.store.CLOSE_S", 0.2)
     store = StoreApart(f"file://{tmp_path}/tier", [memory.data])
     process = process_of(store)
     os.kill(process, signal.SIGSTOP)
-    begin = time.monotonic()
-    store.close()
-    assert time.monotonic() - begin < 5
+    with ThreadPoolExecutor(1) as pool:
+        if call:
+            under_way = pool.submit(store.usage)
+            time.sleep(0.1)
+        begin = time.monotonic()
+        store.close()
+        assert time.monotonic() - begin < 5
+        if call:
+            assert isinstance(under_way.exception(PATIENCE), TierUnavailable)
     assert not alive(process)
+    assert store.process is None
     for verb in (store.usage, store.namespaces, lambda: store.contains_many(SPACE, EIGHT)):
         with pytest.raises(StoreClosedError, match="open it again"):
             verb()
