@@ -1,4 +1,4 @@
-"""What a store of names and values has to do, one value at a time: the hooks of `kvstore.keyvalue.KeyValueStore`.
+"""What a store of names and values has to do, one value at a time: the hooks of `KeyValueStore`.
 
 Above them, what that class asks in the same words whoever answers: how an error of a device is an outcome of one value,
 values that are of no block, and the tombstones of a purge.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from kvstore.types import PutOutcome
@@ -142,6 +143,12 @@ class KeyValueHooks(ABC):
             raise
         except OSError as error:
             return PutOutcome.FULL if error.errno in FULL else PutOutcome.FAILED
+
+    def discard(self, name: str) -> None:
+        """Remove what is damaged; where that fails it is found damaged again."""
+        if not self.readonly:
+            with suppress(OSError, *self.errors):
+                self.remove(name)
 
     def all_names(self, prefix: str) -> list[str]:
         found = if_there(lambda: list(self.names(prefix)))

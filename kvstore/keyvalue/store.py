@@ -1,21 +1,15 @@
-"""Any store of names and values as a backend: a few hooks for one value each, and this class is the rest.
+"""The verbs of the contract on top of hooks for one value each: what every such backend would write, once.
 
-A stranger's key-value store (a folder, SQLite, Redis, RocksDB) is subclassed from `KeyValueStore` in about 40 lines;
-`backends/README.md` has one in full. The built-in backends are not: what they do for speed and capacity (direct I/O,
-one transaction for a batch, an order of use over processes) needs the whole contract, `kvstore.abc`.
+::
 
-The hooks are `kvstore.hooks`; what a name and a value look like is `kvstore.values`.
+    contract ──► KeyValueStore: blocks checked, heads, checksums, damage, errors ──► hooks ──► a stranger's client
 """
 
 from __future__ import annotations
 
-import errno
-import json
-import re
-from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar
 
 from kvstore.abc import REFUSE_S, BlockStore
 from kvstore.errors import (
@@ -25,37 +19,26 @@ from kvstore.errors import (
     StoreFullError,
     StoreNotFoundError,
     StoreOpenError,
-    StoreSealedError,
     TierUnavailable,
 )
 from kvstore.graveyard import Graveyard
-from kvstore.hooks import FULL, KeyValueHooks, Tombstones, if_there
 from kvstore.inuse import InUse
-from kvstore.namespace import Namespace
+from kvstore.keyvalue.books import Books
+from kvstore.keyvalue.heads import Heads
+from kvstore.keyvalue.hooks import FULL, KeyValueHooks, Tombstones, if_there
+from kvstore.keyvalue.purging import purge_names, purge_unseen, unseen
 from kvstore.retention import TTL, TTL_FROM, Retention
-from kvstore.sealing import PLAIN, SEALING, Unsealed, check_options, open_sealer
+from kvstore.sealing import SEALING, Unsealed, check_options
 from kvstore.tombs import refused_until
 from kvstore.types import GetOutcome, Leftover, PutOutcome, ResealOutcome, Residue, Unseen, Usage
 from kvstore.url import READONLY
-from kvstore.values import (
-    FORMAT,
-    HEAD_BYTES,
-    MANIFEST,
-    PURGED,
-    SEALED,
-    Facts,
-    Reading,
-    key_of,
-    name_of,
-    stored_bytes,
-    value_of,
-)
-from kvstore.versions import FORMAT_VERSION, check_version
+from kvstore.values import PURGED, Reading, name_of, stored_bytes, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Iterator, Sequence
     from typing import TypeAlias
 
+    from kvstore.namespace import Namespace
     from kvstore.sealing import Sealer
     from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite
     from kvstore.url import Option, TierURL
@@ -64,11 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KeyValueStore"]
 
-T = TypeVar("T")
-
-_BLOCK = re.compile("([0-9a-f]{32})-[0-9]+-[0-9a-f]+")
-
-_HEADS_AT_ONCE = 256
+HEADS_AT_ONCE = 256
 """How many heads a scan reads at a time."""
 
 
@@ -97,6 +76,7 @@ class KeyValueStore(KeyValueHooks, BlockStore):
         super().__init__(url)
         self.readonly = url.option(READONLY)
         self._retention = Retention.of(url)
+        self._books, self._heads = Books(self), Heads(self, self._retention)
         self._sealer: Sealer | None = None
         self._use = InUse(url)
         self._failures: tuple[type[Exception], ...] = (OSError, *self.errors)
@@ -108,8 +88,8 @@ class KeyValueStore(KeyValueHooks, BlockStore):
         except self._failures as error:
             raise _opening_error(error)(f"{url} cannot be opened: {error}") from error
         try:
-            self._agree_on_format()
-            self._sealer = self._open_sealer()
+            self._books.agree_on_format()
+            self._sealer = self._books.open_sealer()
         except BaseException as error:
             self.close()
             if isinstance(error, KVStoreError) or not isinstance(error, self._failures):
@@ -125,15 +105,12 @@ class KeyValueStore(KeyValueHooks, BlockStore):
 
     def namespaces(self) -> list[Namespace]:
         with self._using():
-            return [found for name in self.all_names(MANIFEST) if (found := self._manifest(name)) is not None]
+            return [found for found in self._books.manifests().values() if found is not None]
 
     def contains_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         with self._using():
             names = _checked_names(namespace, keys)
-            if not self._retention:
-                there = list(self.exist_many(names))
-            else:
-                there = [facts is not None and not self._expired(facts) for facts in self._heads(namespace, keys)]
+            there = list(self._heads.alive(namespace, keys))
             purged = self._graves.refused(names)
             return [found and name not in purged for found, name in zip(there, names, strict=True)]
 
@@ -142,11 +119,10 @@ class KeyValueStore(KeyValueHooks, BlockStore):
             checked = [(block, namespace.check_write(block)) for block in blocks]
             if self.readonly or not blocks:
                 return [PutOutcome.FAILED] * len(blocks)
-            kept = self._keep_manifest(namespace)
+            kept = self._books.keep_manifest(namespace)
             if not kept.present:
                 return [kept] * len(blocks)
-            if self._retention:
-                self._remove_expired(namespace, [block.key for block in blocks])
+            self._heads.remove_expired(namespace, [block.key for block in blocks])
             names = [name_of(namespace, block.key) for block, _ in checked]
             keys = None if self._sealer is None else self._sealer.writing(block.tenant for block in blocks)
             keyless = {
@@ -204,24 +180,7 @@ class KeyValueStore(KeyValueHooks, BlockStore):
             names = _checked_names(namespace, keys)
             if self.readonly:
                 return [False] * len(names)
-            return self._purge_names(names, until)
-
-    def _purge_names(self, names: Sequence[str], until: int) -> list[bool]:
-        removed = [False] * len(names)
-        if until and not self._buried(names, until):
-            removed = list(self.remove_many(names))  # where there was no room for tombstones, there is now
-            self._graves.bury(list(dict.fromkeys(names)), until)
-        return [one or other for one, other in zip(removed, self.remove_many(names), strict=True)]
-
-    def _buried(self, names: Sequence[str], until: int) -> bool:
-        """Bury blocks; False where there is no room for that."""
-        try:
-            self._graves.bury(list(dict.fromkeys(names)), until)
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-            return False
-        return True
+            return purge_names(self, self._graves, names, until)
 
     def finish_purge(
         self, *, overwrite: bool = True, advance: Callable[[int], object] = lambda _: None
@@ -232,7 +191,7 @@ class KeyValueStore(KeyValueHooks, BlockStore):
     def sealed_with(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bytes | None]:
         with self._using():
             _checked_names(namespace, keys)
-            return [None if facts is None else facts.key_id or None for facts in self._heads(namespace, keys)]
+            return [None if facts is None else facts.key_id or None for facts in self._heads.read(namespace, keys)]
 
     def reseal_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[ResealOutcome]:
         with self._using():
@@ -240,7 +199,7 @@ class KeyValueStore(KeyValueHooks, BlockStore):
             if self.readonly or self._sealer is None or type(self).replace is KeyValueHooks.replace:
                 return [ResealOutcome.KEPT] * len(blocks)
             data_keys = self._sealer.writing(block.tenant for block in blocks)
-            heads = self._heads(namespace, [block.key for block in blocks])
+            heads = self._heads.read(namespace, [block.key for block in blocks])
             outcomes: list[ResealOutcome] = []
             for (block, data), facts in zip(checked, heads, strict=True):
                 data_key = data_keys.get(block.tenant)
@@ -266,50 +225,36 @@ class KeyValueStore(KeyValueHooks, BlockStore):
         return [Leftover(PURGED + name, 0, 0.0) for name in ended]
 
     def unseen(self) -> list[Unseen]:
-        """Blocks whose manifest is gone, as a device that evicts may take it, or damaged. Asks for every name."""
+        """Asks for every name."""
         with self._using():
-            counts = Counter(names[1] for name in self.all_names("") if (names := _BLOCK.fullmatch(name)))
-            manifests = {name.removeprefix(MANIFEST) for name in self.all_names(MANIFEST)}
-            bad = {name for name in manifests if self._manifest(MANIFEST + name) is None}
-        return [
-            Unseen(
-                name,
-                f"namespace {name} has {'a damaged' if name in bad else 'no'} manifest: what is in it is found again"
-                " when an engine stores into it; kvstore purge --all removes it",
-                counts[name],
-            )
-            for name in sorted(bad | (counts.keys() - manifests))
-        ]
+            return unseen(self, self._books)
 
     def purge_unseen(
         self, *, names: Collection[str], refuse_s: float = REFUSE_S, overwrite: bool = True
     ) -> list[Unseen]:
         del overwrite
         until = refused_until(refuse_s)
-        gone = [] if self.readonly else [one for one in self.unseen() if one.namespace in names]
         with self._using():
-            for one in gone:
-                blocks = [name for name in self.all_names(f"{one.namespace}-") if _BLOCK.fullmatch(name)]
-                self._purge_names(blocks, until)
-                list(self.remove_many([MANIFEST + one.namespace]))
+            gone = [] if self.readonly else [one for one in self.unseen() if one.namespace in names]
+            purge_unseen(self, self._books, self._graves, gone, until)
         return gone
 
     def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
         with self._using():
-            keys = self._keys(namespace)
+            keys = self._heads.keys(namespace)
         return self._infos(namespace, keys)
 
     def drop_namespace(self, namespace: Namespace, *, only_if_empty: bool = False) -> int:
         dropped = super().drop_namespace(namespace, only_if_empty=only_if_empty)
         with self._using():
-            if not self.readonly and not (only_if_empty and self._keys(namespace)):
-                list(self.remove_many([MANIFEST + namespace.name]))
+            if not self.readonly and not (only_if_empty and self._heads.keys(namespace)):
+                self._books.drop_manifest(namespace.name)
         return dropped
 
     def usage(self) -> Usage:
         """From names alone, in bytes of their values; override it where the device knows better."""
         with self._using():
-            sizes = [self._stored_bytes(space, key) for space in self.namespaces() for key in self._keys(space)]
+            sizes = [self._stored_bytes(space, key) for space in self.namespaces() for key in self._heads.keys(space)]
         return Usage(len(sizes), sum(sizes))
 
     def close(self) -> None:
@@ -339,108 +284,22 @@ class KeyValueStore(KeyValueHooks, BlockStore):
         found = read.opened(count)
         if found is Unsealed.UNKNOWN:
             return GetOutcome.MISS
-        if found is Unsealed.GOOD:
-            if not self._retention or not self._expired(read.facts()):
-                return GetOutcome.HIT
-            self._discard(name_of(read.namespace, read.key))
-            return GetOutcome.MISS
-        self._discard(name_of(read.namespace, read.key))
+        if found is Unsealed.GOOD and not (self._retention and self._heads.has_expired(read.facts())):
+            return GetOutcome.HIT
+        self.discard(name_of(read.namespace, read.key))
         return GetOutcome.CORRUPT if found is Unsealed.DAMAGED else GetOutcome.MISS
 
     def _stored_bytes(self, namespace: Namespace, key: BlockKey) -> int:
         return stored_bytes(namespace, key, sealed=self._sealer is not None)
 
-    def _expired(self, facts: Facts) -> bool:
-        """Whether the block has; it is not known when it was last used."""
-        return self._retention.has_expired(facts.created, facts.created, self._retention.cutoff())
-
-    def _heads(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[Facts | None]:
-        """What the head of each block says; None where there is no block."""
-        heads = [bytearray(HEAD_BYTES) for _ in keys]
-        reads = ((name_of(namespace, key), [memoryview(head)]) for key, head in zip(keys, heads, strict=True))
-        counts = self.read_many_into(reads)
-        return [
-            None if count is None else Facts.unpacked(namespace, key, bytes(head)) or Facts.unknown()
-            for key, head, count in zip(keys, heads, counts, strict=True)
-        ]
-
-    def _remove_expired(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
-        heads = zip(keys, self._heads(namespace, keys), strict=True)
-        expired = [name_of(namespace, key) for key, facts in heads if facts is not None and self._expired(facts)]
-        if expired:
-            list(self.remove_many(expired))
-
-    def _discard(self, name: str) -> None:
-        """Remove what is damaged; where that fails it is found damaged again."""
-        if not self.readonly:
-            with suppress(*self._failures):
-                self.remove(name)
-
-    def _keys(self, namespace: Namespace) -> list[BlockKey]:
-        names = self.all_names(f"{namespace.name}-")
-        return [key for name in names if (key := key_of(namespace, name)) is not None]
-
     def _infos(self, namespace: Namespace, keys: Sequence[BlockKey]) -> Iterator[BlockInfo]:
-        for start in range(0, len(keys), _HEADS_AT_ONCE):
-            some = [(key, bytearray(HEAD_BYTES)) for key in keys[start : start + _HEADS_AT_ONCE]]
+        for start in range(0, len(keys), HEADS_AT_ONCE):
+            some = keys[start : start + HEADS_AT_ONCE]
             with self._using():
-                reads = ((name_of(namespace, key), [memoryview(head)]) for key, head in some)
-                counts = list(self.read_many_into(reads))
-            for (key, head), count in zip(some, counts, strict=True):
-                if count is not None:
-                    # A damaged one is listed, too: whoever verifies a store reads what a scan lists.
-                    facts = Facts.unpacked(namespace, key, bytes(head)) or Facts.unknown()
+                heads = self._heads.read(namespace, some)
+            for key, facts in zip(some, heads, strict=True):
+                if facts is not None:  # a damaged one, too: whoever verifies a store reads what a scan lists
                     yield facts.info(key, self._stored_bytes(namespace, key))
-
-    def _manifest(self, name: str) -> Namespace | None:
-        """The namespace that the manifest of this name describes; None where there is none, or a damaged one."""
-        try:
-            found = Namespace.from_json(self.read_value(name) or b"")
-        except (ValueError, LookupError):  # a hook may say in that way that there is no such value
-            return None
-        return found if name == MANIFEST + found.name else None
-
-    def _agree_on_format(self) -> None:
-        """That the values are of our version is said by one of its own, which is looked at before any other."""
-        said = if_there(self.read_value, FORMAT)
-        if said is None:
-            if not self.readonly:
-                outcome = self.write_checked(FORMAT, [memoryview(str(FORMAT_VERSION).encode())])
-                if not outcome.present and outcome is not PutOutcome.FULL:  # a full one is read, purged, and evicts
-                    raise OSError(errno.EROFS, f"the store refuses it: {outcome.value}", FORMAT)
-            return
-        found = said.decode("ascii", errors="replace")
-        check_version(
-            int(found) if found.isdecimal() else found,
-            f"{self.url}: {FORMAT!r} says that it",
-            "remove all its values, or name another place; it is a cache, and is filled anew",
-        )
-
-    def _open_sealer(self) -> Sealer | None:
-        """What seals the blocks. That they are sealed is said by a value of its own, which the first opening stores."""
-        said = (if_there(self.read_value, SEALED) or b"").decode("ascii", errors="replace")
-        found = {said} if said else set[str]()
-        if not found and check_options(self.url) is not None and self.all_names(MANIFEST):
-            found = {PLAIN}
-        sealer = open_sealer(self.url, found)
-        if sealer is not None and not found and not self.readonly:
-            self._sealer = sealer  # so that it is closed, should this fail
-            self.write_value(SEALED, sealer.id.encode())
-            if self.read_value(SEALED) != sealer.id.encode():
-                raise StoreSealedError(f"{self.url} was just encrypted with another keyring: use the same everywhere")
-        return sealer
-
-    def _keep_manifest(self, namespace: Namespace) -> PutOutcome:
-        """See to it that the manifest is there. Looked for each time: a device that evicts may take it, too."""
-        name = MANIFEST + namespace.name
-        if self._manifest(name) is not None:
-            return PutOutcome.EXISTS
-        parts = [memoryview(json.dumps(namespace.to_manifest()).encode())]
-        outcome = self.write_checked(name, parts)
-        if outcome is PutOutcome.EXISTS and self._manifest(name) is None:
-            self._discard(name)
-            outcome = self.write_checked(name, parts)
-        return outcome
 
 
 def _checked_names(namespace: Namespace, keys: Sequence[BlockKey]) -> list[str]:
