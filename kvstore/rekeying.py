@@ -120,7 +120,7 @@ def reseal(
                 f"{left} blocks under old data keys were found in the last of {PASSES} passes: others still store under"
                 " those keys, or the tier does not let go of blocks; the old keys were kept: run the same again"
             )
-        work.report.unseen = [*work.later, *(one for url in urls for one in _unseen(url))]
+        work.report.unseen = [*work.of_later_versions(), *(one for url in urls for one in _unseen(url))]
         for keyring, keys in old.items():
             if work.report.unseen:
                 work.report.kept += len(keys)
@@ -148,7 +148,16 @@ class _Resealing:
     advance: Callable[[int], object]
     report: Resealed = field(default_factory=Resealed)
     lost: set[tuple[str, str, BlockKey]] = field(default_factory=set["tuple[str, str, BlockKey]"])
-    later: list[Unseen] = field(default_factory=list["Unseen"])
+    later: dict[tuple[str, str], set[BlockKey]] = field(default_factory=dict["tuple[str, str]", "set[BlockKey]"])
+    """Blocks that a later kvstore wrote, by tier and namespace: each once, in however many passes it was met."""
+
+    def of_later_versions(self) -> list[Unseen]:
+        """What was met of them, tier by tier."""
+        told: list[Unseen] = []
+        for (url, name), keys in self.later.items():
+            why = f"{url}: namespace {name}: blocks of a later kvstore, which has to seal them anew"
+            told.append(Unseen(name, why, len(keys), later=True, whole=False))
+        return told
 
     def go_through(self, url: TierURL) -> int:
         """One pass over one tier; how many blocks could be read with an old key."""
@@ -199,9 +208,8 @@ class _Resealing:
         """Those of the blocks that a later kvstore wrote: they need their key for as long as they are there."""
         found = store.of_later_version(space, [info.key for info in infos]) if infos else []
         later = {info for info, is_later in zip(infos, found, strict=True) if is_later}
-        if later and not any(one.namespace == space.name for one in self.later):
-            why = f"{store.url}: namespace {space.name}: blocks of a later kvstore, which has to seal them anew"
-            self.later.append(Unseen(space.name, why, len(later), later=True, whole=False))
+        if later:
+            self.later.setdefault((str(store.url), space.name), set()).update(info.key for info in later)
         return later
 
     def _put_back(self, store: BlockStore, space: Namespace, writes: Mapping[BlockInfo, BlockWrite]) -> list[BlockInfo]:
