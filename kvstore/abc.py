@@ -328,12 +328,6 @@ class BlockStore(ABC):
         del names, refuse_s, overwrite
         return []
 
-    def amiss(self) -> list[str]:
-        """Of `unseen` the namespaces that are damaged as a whole, each in a sentence. `repair` sees to them where that
-        can be done.
-        """
-        return [one.why for one in self.unseen() if one.whole and not one.later]
-
     def scrubbed(self) -> Scrubbed | None:
         """What the tier's scrub has done, by whichever process; None where none ever ran."""
         return None

@@ -171,6 +171,7 @@ class _Resealing:
                     }
                     if stale:
                         found += self._reseal(store, space, stale)
+                    self._later(store, space, [info for info, key_id in zip(infos, ids, strict=True) if not key_id])
                     self.advance(len(infos))
         return found
 

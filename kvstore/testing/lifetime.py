@@ -57,7 +57,6 @@ VERBS: dict[str, Callable[[BlockStore], object]] = {
     "reseal_many": lambda store: store.reseal_many(SPACE, [write(1)]),
     "leftovers": lambda store: store.leftovers(),
     "repair": lambda store: store.repair(),
-    "amiss": lambda store: store.amiss(),
     "unseen": lambda store: store.unseen(),
     "take_in": lambda store: store.take_in(blocks=False),
     "purge_unseen": lambda store: store.purge_unseen(names=[]),
@@ -66,7 +65,7 @@ VERBS: dict[str, Callable[[BlockStore], object]] = {
 
 OPTIONAL = (
     *("touch_many", "mark_many", "unmark_many", "finish_purge", "of_later_version", "sealed_with", "reseal_many"),
-    *("leftovers", "repair", "amiss", "unseen", "take_in", "purge_unseen"),
+    *("leftovers", "repair", "unseen", "take_in", "purge_unseen"),
 )
 """Those that do nothing where a store does not define them."""
 

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from sealing_helpers import key_file, keyring, sealed
 
+import kvstore.rekeying
 import kvstore_lmdb
 from kvstore import BlockStore, GetOutcome, MarkOutcome, PutOutcome, open_store
 from kvstore.cli import EXIT_NOT_INTACT, EXIT_OK, EXIT_USAGE, run
 from kvstore.errors import ConfigurationError, KeyringError, StoreNotFoundError, TierUnavailable
+from kvstore.integrity import crc32c
 from kvstore.marks import Mark
 from kvstore.purging import Request, purge
 from kvstore.rekeying import PASSES, keyrings_of, reseal
+from kvstore.sealing import SEAL_BYTES
 from kvstore.testing.supply import SPACE, get, key, keys, write, writes
 from kvstore.url import TierURL
+from kvstore_zarr.metadata import NamespaceTree
 from kvstore_zarr.store import LocalZarrStore
 
 if TYPE_CHECKING:
@@ -244,3 +249,30 @@ def test_old_keys_stay_while_a_namespace_cannot_be_looked_into(
     code, told = rekeyed()
     assert (code, told["resealed"], told["dropped"], told["unseen"]) == (EXIT_OK, 4, 1, [])
     assert outcomes(url) == [HIT] * 4
+
+
+def made_by_a_later_version(path: Path, what: str) -> None:
+    """The version of the seal, or of the tail, is another one, under sound checksums."""
+    data, size = bytearray(path.read_bytes()), SPACE.block_bytes(0) + SEAL_BYTES
+    (tail,) = struct.unpack_from("<Q", data, len(data) - 12)
+    struct.pack_into("<H", data, (0 if what == "seal" else tail) + 8, 2)
+    struct.pack_into("<I", data, size, crc32c(bytes(data[:size])))
+    struct.pack_into("<I", data, len(data) - 24, crc32c(bytes(data[tail - 4 : -24])))
+    path.write_bytes(data)
+
+
+def test_what_a_later_version_made_is_named_in_each_tier_all_of_it_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvstore.rekeying, "BATCH_BYTES", SPACE.block_bytes(0))
+    later = {"seal": [0, 2, 3], "tail": [0, 1]}
+    urls = {name: sealed(f"file://{tmp_path}/{name}", tmp_path) for name in later}
+    for name, numbers in later.items():
+        with open_store(urls[name]) as store:
+            store.put_many(SPACE, writes(range(5)))
+        for number in numbers:
+            made_by_a_later_version(tmp_path / name / NamespaceTree(SPACE).block(key(number)), name)
+    done = resealed(*urls.values())
+    assert (done.resealed, done.lost, done.kept, done.dropped) == (5, 0, 1, 0)
+    told = [(one.why.split("?")[0], one.namespace, one.blocks, one.later) for one in done.unseen]
+    assert told == [(f"file://{tmp_path}/{name}", SPACE.name, len(numbers), True) for name, numbers in later.items()]
