@@ -15,17 +15,25 @@ from typing import TYPE_CHECKING
 from kvstore.errors import ConfigurationError, KVStoreError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from kvstore.archive.places import ArchivePlace
+    from kvstore.objects.client import ObjectClient
     from kvstore.url import TierURL
 
 __all__ = ["check_apart", "check_in_no_tier"]
 
-_LOCAL = ("file", "lmdb")
+_LOCAL = ("file", "lmdb", "local")
+_ONE = {"s3a": "s3", "gcs": "gs", "abfs": "az", "ssh": "sftp"}
+"""Schemes that are another's second name."""
 _NAMESPACE = re.compile("[0-9a-f]{32}")
+_DOCUMENT = "zarr.json"
 _OF_A_TIER = b'"digest_words"'
 """What a namespace's document has, and no other."""
 LOOKED_AT = 4
-"""Folders that may be namespaces, of which the documents are read."""
+"""Folders beside an archive that may be namespaces, of which the documents are read."""
+DEEPEST = 3
+"""So far above what stands in a namespace's folder that folder may be: its groups, and their folders, come between."""
 
 
 def check_apart(place: ArchivePlace, tier: TierURL) -> None:
@@ -45,9 +53,7 @@ def check_apart(place: ArchivePlace, tier: TierURL) -> None:
 
 def check_in_no_tier(place: ArchivePlace) -> None:
     """Raise `ConfigurationError` where an archive would come to stand in a tier, as far as what is above it tells."""
-    above = _parts(place.url)[:-1]
-    is_within = any(map(_NAMESPACE.fullmatch, above[-3:])) or _is_tier_above(place)
-    if is_within:
+    if _is_tier_above(place):
         raise ConfigurationError(
             f"{place} is in the folder of a tier, and who removes the one would take the other along: choose a place"
             " beside it"
@@ -56,30 +62,43 @@ def check_in_no_tier(place: ArchivePlace) -> None:
 
 def _is_tier_above(place: ArchivePlace) -> bool:
     location = place.url.location.rstrip("/")
-    parent = location.rpartition("/")[0]
-    if _kind(place.url)[0] == "local":
-        folders = list(Path(os.path.realpath(location)).parents)
+    if place.url.scheme in _LOCAL:
+        location = os.path.realpath(location)
+        folders = list(Path(location).parents)
         records = [folder / ".kvstore" for folder in folders] + [folder / "data.mdb" for folder in folders]
         if any(map(os.path.exists, records)):
             return True
-    if not parent or parent.endswith("/"):
+    above = location.split("/")[:-1]
+    named = [end for end in range(len(above), 0, -1)[:DEEPEST] if _NAMESPACE.fullmatch(above[end - 1])]
+    return _has_namespace(place, above, _beside) or any(
+        _has_namespace(place, above[:end], lambda _: [_DOCUMENT]) for end in named
+    )
+
+
+def _has_namespace(place: ArchivePlace, folder: list[str], documents: Callable[[ObjectClient], Iterable[str]]) -> bool:
+    """Whether one of the `documents`, by paths in a folder above the place, is a namespace's."""
+    if not folder or not folder[-1]:
         return False
     with suppress(KVStoreError, OSError):  # where nothing is, or this user may not look
-        client = replace(place, url=replace(place.url, location=parent)).connected()
+        client = replace(place, url=replace(place.url, location="/".join(folder))).connected()
         try:
-            names = [name for name in client.folders() if _NAMESPACE.fullmatch(name)][:LOOKED_AT]
-            documents = (client.get(f"{name}/zarr.json") for name in names)
-            return any(data is not None and _OF_A_TIER in bytes(data) for data in documents)
+            found = map(client.get, documents(client))
+            return any(data is not None and _OF_A_TIER in bytes(data) for data in found)
         finally:
             client.close()
     return False
+
+
+def _beside(client: ObjectClient) -> list[str]:
+    names = [name for name in client.folders() if _NAMESPACE.fullmatch(name)]
+    return [f"{name}/{_DOCUMENT}" for name in names[:LOOKED_AT]]
 
 
 def _kind(url: TierURL) -> tuple[str, str]:
     """What has to be equal for two locations to be of one file system or store."""
     if url.scheme in _LOCAL:
         return "local", ""
-    return url.scheme.replace("s3a", "s3"), str(url.raw_options.get("endpoint") or "").rstrip("/")
+    return _ONE.get(url.scheme, url.scheme), str(url.raw_options.get("endpoint") or "").rstrip("/")
 
 
 def _parts(url: TierURL) -> list[str]:
