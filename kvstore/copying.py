@@ -120,7 +120,7 @@ def copy(
     source: BlockStore,
     target: BlockStore,
     *,
-    namespaces: Iterable[Namespace] | None = None,
+    named: Callable[[str], bool] = lambda _: True,
     blocks: Callable[[Namespace], Iterable[BlockInfo]] | None = None,
     threads: int = THREADS,
     evict: bool = False,
@@ -130,9 +130,10 @@ def copy(
 ) -> CopyReport:
     """Put into `target` each block of `source` that it does not have, with its position, parent and marks.
 
-    `namespaces` (all) and `blocks` (`source.scan`) say what of the source is copied. Ages and hits are not: a copy is
-    as young as it is. Every block is checked as it is read; of a source that was opened for writing, corrupt ones are
-    removed and the others count as used, as by any get. With `dry_run` nothing is read but the two stores' records.
+    `named` says of a namespace's name whether it is copied, `blocks` (`source.scan`) which of its blocks are. Ages and
+    hits are not: a copy is as young as it is. Every block is checked as it is read; of a source that was opened for
+    writing, corrupt ones are removed and the others count as used, as by any get. With `dry_run` nothing is read but
+    the two stores' records.
 
     From an encrypted source into a target on a device that is not, only with `plaintext`: `ConfigurationError` else.
     Into an encrypted one each block goes under the key of the tenant under whose key it was, else of its first mark's.
@@ -144,9 +145,8 @@ def copy(
     """
     check_plaintext(source, target, plaintext=plaintext)
     started = time.monotonic()
-    chosen = None if namespaces is None else list(namespaces)
-    names = None if chosen is None else {space.name for space in chosen}
-    report = CopyReport(unseen=[one for one in source.unseen() if names is None or one.namespace in names])
+    report = CopyReport(unseen=[one for one in source.unseen() if named(one.namespace)])
+    chosen = [space for space in source.namespaces() if named(space.name)]
     watch = None if evict or dry_run else _Evictions.watched(target)
     most = min(source.capabilities.batch_bytes, target.capabilities.batch_bytes, *([watch.step] if watch else []))
     with _owners(source, target) as owners, _pool(threads) as pool:
@@ -210,11 +210,11 @@ def _pool(threads: int) -> Generator[ThreadPoolExecutor]:
 
 def _all_batches(
     source: BlockStore,
-    namespaces: Iterable[Namespace] | None,
+    namespaces: Iterable[Namespace],
     blocks: Callable[[Namespace], Iterable[BlockInfo]] | None,
     most: int,
 ) -> Iterator[tuple[Namespace, list[BlockInfo]]]:
-    for space in source.namespaces() if namespaces is None else namespaces:
+    for space in namespaces:
         for infos in batches(space, (blocks or source.scan)(space), most):
             yield space, infos
 

@@ -105,7 +105,7 @@ def test_marks_are_given_to_blocks_that_an_earlier_copy_left_without(source: Blo
 def test_what_is_chosen_is_copied_alone(source: BlockStore) -> None:
     with open_store("memory://target") as target:
         chosen = Mark("other")
-        report = copy(source, target, namespaces=[SPACE], blocks=lambda space: source.scan_marked(space, chosen))
+        report = copy(source, target, named=SPACE.name.__eq__, blocks=lambda space: source.scan_marked(space, chosen))
         assert report.fates == {Fate.COPIED: 8}
         assert set(facts(target, SPACE)) == set(KEYS[4:12])
         assert target.namespaces() == [SPACE]
@@ -134,7 +134,7 @@ def test_damaged_blocks_stay_behind_and_are_named_and_those_that_went_are_told_f
             fates.get(key, outcome) for key, outcome in zip(call.keys, call.answer(), strict=True)
         ]
         faulty.plan["contains"] = lambda call: [key != KEYS[3] for key in call.keys]
-        report = copy(faulty, target, namespaces=[SPACE])
+        report = copy(faulty, target, named=SPACE.name.__eq__)
         assert not report.ok
         assert report.of(Fate.CORRUPT) == [(SPACE, KEYS[1])]
         assert report.of(Fate.MISSING) == [(SPACE, KEYS[2])]

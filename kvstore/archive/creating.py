@@ -36,7 +36,7 @@ from kvstore.archive.nodes import METADATA_NAME, GridAxes, block_document, dump,
 from kvstore.archive.overlapping import check_apart, check_in_no_tier
 from kvstore.archive.packing import Packing, ShardInMaking, page_memory, room_for
 from kvstore.archive.places import ArchivePlace
-from kvstore.archive.removing import check_not_held, check_nothing_below, sweep
+from kvstore.archive.removing import check_not_held, check_nothing_below, paths_below, sweep
 from kvstore.archive.selecting import Selection, Start
 from kvstore.errors import ConfigurationError
 from kvstore.integrity import crc32c
@@ -117,8 +117,9 @@ def create(
                     " it, or overwrite it"
                 )
             check_not_held(there, str(place))
-            check_nothing_below(client, str(place))
-            sweep(client, keep={DRAFT_NAME})
+            found = paths_below(client)
+            check_nothing_below(found, str(place))
+            sweep(client, found, keep={DRAFT_NAME})
         return _Creation(client, place, store, work, progress or silent).run()
 
 
@@ -247,7 +248,7 @@ class _Creation:
         self._describe()
         manifest = replace(self._work.manifest, objects=self._objects)
         self._publish(manifest.dump())
-        sweep(self._client, keep={MANIFEST_NAME, *self._objects})
+        sweep(self._client, paths_below(self._client), keep={MANIFEST_NAME, *self._objects})
         return manifest.info(str(self._place), self._place.name)
 
     # Shards

@@ -19,13 +19,13 @@ from kvstore.archive.nodes import METADATA_NAME
 from kvstore.archive.places import ArchivePlace
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
     from typing import Any
 
     from kvstore.objects.client import ObjectClient
     from kvstore.url import TierURL
 
-__all__ = ["check_not_held", "check_nothing_below", "is_own", "remove", "sweep"]
+__all__ = ["check_not_held", "check_nothing_below", "is_own", "paths_below", "remove", "sweep"]
 
 _NODE = r"(?:g\d+(?:_digests|_positions|_checksums)?|tokens)"
 _OWN = re.compile(rf"{re.escape(MANIFEST_NAME)}|{re.escape(DRAFT_NAME)}|(?:{_NODE}/)?zarr\.json|{_NODE}/c(?:/\d+)+")
@@ -51,8 +51,9 @@ def remove(archive_url: str | Mapping[str, Any] | TierURL, *, force: bool = Fals
             except ArchiveDamagedError as error:
                 raise ArchiveDamagedError(f"{error}; whether it was to be kept cannot be told (force)") from None
     with place.client(writes=True) as client:
-        check_nothing_below(client, str(place))
-        sweep(client, keep=())
+        found = paths_below(client)
+        check_nothing_below(found, str(place))
+        sweep(client, found, keep=())
 
 
 def check_not_held(manifest: Manifest, place: str) -> None:
@@ -62,15 +63,19 @@ def check_not_held(manifest: Manifest, place: str) -> None:
         raise ArchiveHeldError(f"{place}: this archive is to be kept until {until}; nothing was removed")
 
 
-def check_nothing_below(client: ObjectClient, place: str) -> None:
+def paths_below(client: ObjectClient) -> list[str]:
+    """The paths of what stands in an archive's folder, whosever it is: one listing."""
+    return [entry.path for page in client.list() for entry in page]
+
+
+def check_nothing_below(paths: Iterable[str], place: str) -> None:
     """Raise `ArchiveExistsError` where another archive, or one in the making, stands below this one."""
-    for page in client.list():
-        for entry in page:
-            folder, _, name = entry.path.rpartition("/")
-            if folder and name in (MANIFEST_NAME, DRAFT_NAME):
-                raise ArchiveExistsError(
-                    f"{place}: another archive stands in it, {folder!r}: remove that one first; nothing was removed"
-                )
+    for path in paths:
+        folder, _, name = path.rpartition("/")
+        if folder and name in (MANIFEST_NAME, DRAFT_NAME):
+            raise ArchiveExistsError(
+                f"{place}: another archive stands in it, {folder!r}: remove that one first; nothing was removed"
+            )
 
 
 def is_own(path: str) -> bool:
@@ -78,11 +83,11 @@ def is_own(path: str) -> bool:
     return _OWN.fullmatch(path) is not None
 
 
-def sweep(client: ObjectClient, *, keep: Collection[str]) -> None:
-    """Remove every object of an archive but those in `keep`, and what writers of it that died left; what makes it one
-    first, what says whose it was last.
+def sweep(client: ObjectClient, paths: Iterable[str], *, keep: Collection[str]) -> None:
+    """Remove of `paths` every object of an archive but those in `keep`, and what writers of it that died left; what
+    makes it one first, what says whose it was last.
     """
-    found = {entry.path for page in client.list() for entry in page if is_own(entry.path)}
+    found = set(filter(is_own, paths))
     left = (entry.path for entry in client.leftovers())
     found |= {path for path in left if _OWN_FOLDER.fullmatch(path.rpartition("/")[0])}
     listed = found - set(keep)

@@ -64,12 +64,14 @@ def cp(
     _check_apart(source, target)
     mark = Mark(label) if label else None
     with open_to_inspect(source) as here, _open_target(target, dry_run) as there:
+        if prefix is not None:
+            matching_namespaces(here, prefix)
         total = here.usage().blocks if prefix is None and label is None else None
         with progress("copying", total) as advance:
             report = copy(
                 here,
                 there,
-                namespaces=None if prefix is None else matching_namespaces(here, prefix),
+                named=lambda name: name.startswith((prefix or "").lower()),
                 blocks=None if mark is None else lambda space: here.scan_marked(space, mark),
                 threads=threads,
                 evict=evict,
@@ -77,8 +79,6 @@ def cp(
                 plaintext=plaintext or dry_run,
                 advance=advance,
             )
-        if prefix is not None:
-            report.unseen = [one for one in here.unseen() if one.namespace.startswith(prefix.lower())]
     if as_json:
         emit_json(_as_json(source, target, report, dry_run))
     else:

@@ -44,12 +44,16 @@ from kvstore.archive import (
     select,
 )
 from kvstore.archive.document import DRAFT_NAME, MANIFEST_NAME
+from kvstore.archive.local import LocalClient
 from kvstore.archive.removing import is_own
 from kvstore.deriving import keys_of_tokens
 from kvstore.errors import ConfigurationError, InvalidOptionError, InvalidURLError, StoreFullError, UnknownSchemeError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from kvstore import Namespace
+    from kvstore.objects.client import Listed
 
 
 class TestThereAndBack:
@@ -304,6 +308,26 @@ class TestWhatIsNotTheArchives:
                 assert archive.verify().ok
         remove(child.url, force=True)
         remove(info.url)
+        assert not (tmp_path / "archives" / "one").exists()
+
+    def test_to_be_removed_or_overwritten_it_is_listed_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        url, _ = archived(tmp_path)
+        listed: list[str] = []
+        pages = LocalClient.list
+
+        def counted(client: LocalClient, folder: str = "") -> Iterator[Sequence[Listed]]:
+            listed.append(folder)
+            return pages(client, folder)
+
+        monkeypatch.setattr(LocalClient, "list", counted)
+        with open_store(f"file://{tmp_path}/source") as store:
+            create(url, store, SPACE, KEYS[:3], overwrite=True)
+        assert listed == [""] * 3  # before, for what of the new one is there already, and in the end
+        listed.clear()
+        remove(url)
+        assert listed == [""]
         assert not (tmp_path / "archives" / "one").exists()
 
     @pytest.mark.parametrize("what", ["remove", "overwrite", "continue"])

@@ -16,11 +16,15 @@ from cli_helpers import KEYS, LARGE, MODEL, OTHER, damage, machine, tree
 import kvstore
 from kvstore import BlockLayout, BlockWrite, Mark, Namespace, block_keys
 from kvstore.cli import EXIT_FULL, EXIT_NOT_INTACT, EXIT_OK, EXIT_USAGE, run
+from kvstore.registry import backend_class
+from kvstore.url import TierURL
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kvstore import BlockStore
     from kvstore.testing.servers import S3Server
+    from kvstore.types import Unseen
 
 
 @pytest.mark.parametrize("kind", ["file", "lmdb"])
@@ -118,6 +122,24 @@ def test_a_namespace_or_a_label_is_copied_alone_with_its_marks(
     assert (told["blocks"], told["copied"]) == (1, 1)
     assert run(["cp", shipped, target, "--namespace", "zzz"]) == EXIT_USAGE
     assert LARGE.name in capsys.readouterr().err
+
+
+def test_what_is_in_no_listing_is_looked_for_once(
+    shipped: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[str] = []
+    backend = backend_class(TierURL.parse(shipped))
+    unseen = backend.unseen
+
+    def counted(store: BlockStore) -> list[Unseen]:
+        looks.append(str(store.url))
+        return unseen(store)
+
+    monkeypatch.setattr(backend, "unseen", counted)
+    for asked in ([], ["--namespace", LARGE.name[:10]]):
+        looks.clear()
+        assert machine(capsys, "cp", shipped, f"lmdb://{tmp_path}/target", *asked)["ok"]
+        assert len(looks) == 1
 
 
 def test_a_dry_run_counts_and_creates_nothing(tier: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

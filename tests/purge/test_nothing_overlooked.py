@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import re
 import shutil
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,6 +79,11 @@ class Behind:
             (self._root / path).write_bytes(data)
         else:
             self._objects.put(f"{self._prefix}/{path}", data)
+
+    def read(self, path: str) -> bytes:
+        if self._root is not None:
+            return (self._root / path).read_bytes()
+        return bytes(self._objects.get(f"{self._prefix}/{path}").bytes())
 
     def remove(self, path: str) -> None:
         if self._root is not None:
@@ -152,6 +159,37 @@ def test_a_purge_removes_namespaces_that_are_set_aside_or_have_no_manifest(
         store.put_many(SPACE, writes([9]))
         assert get(store, range(5)) == [MISS] * 5
         assert get(store, range(5), OTHER) == [HIT if goes == 5 else MISS] * 5
+
+
+def test_what_somebody_keeps_in_a_namespace_without_a_manifest_stays(
+    tier: tuple[str, Behind], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, behind = tier
+    damage(url, behind, "missing")
+    others = [f"{SPACE.name}/notes.txt", f"{SPACE.name}/g0/notes.txt", f"{SPACE.name}/g0/00.txt"]
+    for path in others:
+        behind.write(path, path.encode())
+    code, told = machine(capsys, "purge", url, "--all", "--yes", "--refuse", "0")
+    assert (code, told["complete"], told["tiers"][0]["blocks"], behind.blocks()) == (EXIT_OK, True, 10, 0)
+    assert [behind.read(path) for path in others] == [path.encode() for path in others]
+
+
+def test_what_dead_writers_left_goes_with_a_purge_and_what_may_be_under_way_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"file://{tmp_path}/kv?remote=true"
+    stored(url)
+    folder = file_of(tmp_path / "kv", 1).parent
+    dead, young = folder / ".kvstore-draft-dead", folder / ".kvstore-draft-young"
+    for draft in (dead, young):
+        draft.write_bytes(b"kv" * 500)
+    os.utime(dead, (time.time() - 4000,) * 2)
+    os.link(dead, tmp_path / "bytes")
+    code, told = machine(capsys, "purge", url, "--namespace", SPACE.name, "--yes")
+    (named,) = [one for one in told["tiers"][0]["remains"] if "1 drafts" in one["what"]]
+    assert (code, told["complete"], named["nbytes"]) == (EXIT_OK, True, 1000)
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == [young.name]
+    assert (tmp_path / "bytes").read_bytes() == bytes(1000)
 
 
 @pytest.mark.parametrize("how", DAMAGES[1:])

@@ -8,13 +8,14 @@ import numpy as np
 
 from kvstore.objects.faults import Kind, RequestFailed
 from kvstore.types import Residue
+from kvstore_zarr.objects.remains import abandoned
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvstore.objects.client import ObjectClient
 
-__all__ = ["FOLDER", "TombObjects", "residues", "seen_s"]
+__all__ = ["FOLDER", "TombObjects", "purge_drafts", "residues", "seen_s"]
 
 FOLDER = ".purged"
 
@@ -47,6 +48,18 @@ class TombObjects:
 
     def remove(self, names: Sequence[str]) -> None:
         self._client.delete_many([f"{FOLDER}/{name}" for name in names])
+
+
+def purge_drafts(client: ObjectClient, *, overwrite: bool) -> list[Residue]:
+    """Remove what dead writers left, whichever blocks it was to be; what may be under way stays, and is told."""
+    found = client.leftovers()
+    dead = [entry.path for entry in abandoned(found)]
+    for path in dead if overwrite else ():
+        client.overwrite(path)
+    client.delete_many(dead)
+    young = [entry.size for entry in found if entry.path not in dead]
+    what = f"{len(young)} drafts of blocks that are being written, or that a writer left which died within the hour"
+    return [Residue(what, sum(young), "kvstore gc, when they are older")] if young else []
 
 
 def residues(client: ObjectClient) -> list[Residue]:

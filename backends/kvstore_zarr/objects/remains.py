@@ -15,13 +15,13 @@ from kvstore.url import CAPACITY
 from kvstore_zarr.metadata import METADATA_NAME, is_namespace_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvstore.objects.client import Listed, ObjectClient
     from kvstore.url import TierURL
     from kvstore_zarr.metadata import NamespaceTree
 
-__all__ = ["drop", "is_long_empty", "retention_notes", "stale", "wanted_capacity"]
+__all__ = ["abandoned", "drop", "is_long_empty", "retention_notes", "stale", "wanted_capacity"]
 
 DRAFT_LIVES_S = 3600.0
 """A draft that is older was left by a process that died."""
@@ -78,10 +78,15 @@ def is_long_empty(tree: NamespaceTree, client: ObjectClient) -> bool:
     return all(_is_document(tree, entry.path) and entry.modified < young for page in pages for entry in page)
 
 
+def abandoned(drafts: Iterable[Listed]) -> list[Listed]:
+    """Those of the drafts that nobody will finish."""
+    long_ago = now_ns() / 1e9 - DRAFT_LIVES_S
+    return [entry for entry in drafts if 0 < entry.modified < long_ago]
+
+
 def stale(client: ObjectClient) -> list[Listed]:
     """Drafts that nobody will finish, and blocks of namespaces that have no manifest."""
-    now = now_ns() / 1e9
-    found = [entry for entry in client.leftovers() if 0 < entry.modified < now - DRAFT_LIVES_S]
+    now, found = now_ns() / 1e9, abandoned(client.leftovers())
     for folder in client.folders():
         if is_namespace_name(folder) and not client.exists(f"{folder}/{METADATA_NAME}"):
             entries = [entry for page in client.list(folder) for entry in page if _OURS.fullmatch(entry.path)]

@@ -18,7 +18,7 @@ from kvstore.objects.settings import OPTIONS, OPTIONS_OF_DIRECTORIES, SWEEP
 from kvstore.tombs import refused_until
 from kvstore.types import GetOutcome, Leftover, PutOutcome, ResealOutcome
 from kvstore_zarr.objects.opening import capabilities_of, open_tier
-from kvstore_zarr.objects.purge import FOLDER, residues
+from kvstore_zarr.objects.purge import FOLDER, purge_drafts, residues
 from kvstore_zarr.objects.putting import put_blocks, reseal_blocks
 from kvstore_zarr.objects.reading import are_there, get_blocks, ids_of_keys, is_later
 from kvstore_zarr.objects.remains import drop, is_long_empty, stale
@@ -132,9 +132,11 @@ class ObjectZarrStore(BlockStore):
     def finish_purge(
         self, *, overwrite: bool = True, advance: Callable[[int], object] = lambda _: None
     ) -> list[Residue]:
-        del overwrite, advance
+        del advance
         with self._using() as tier:
-            return [] if tier.readonly else residues(tier.client)
+            if tier.readonly:
+                return []
+            return [*purge_drafts(tier.client, overwrite=overwrite), *residues(tier.client)]
 
     def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
         return scan_blocks(self._tier, namespace)
