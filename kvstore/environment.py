@@ -248,15 +248,20 @@ class Environment:
         with self._use:
             self._opened.env.sync(True)
 
-    def compact(self, target: Path) -> None:
-        """Write what is alive to a new data file `target`, synced; the environment itself is not changed."""
+    def live_pages(self, txn: lmdb.Transaction[memoryview]) -> int:
+        """Pages that a compacted copy has: what the databases use, and the headers. A few reads, however many."""
+        stats = [txn.stat(), *(txn.stat(database) for database in self.databases.values())]
+        return 2 + sum(one["branch_pages"] + one["leaf_pages"] + one["overflow_pages"] for one in stats)
+
+    def write_compacted(self, descriptor: int) -> None:
+        """Write what is alive to an empty file, as a new data file; the environment itself is not changed."""
         with self._use:
-            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            try:
-                self._opened.env.copyfd(descriptor, compact=True)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            self._opened.env.copyfd(descriptor, compact=True)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether somebody else in this process has it open, be it a call that does not end."""
+        return self._opened.lenders > 1
 
     def close(self, *, sync: bool = False) -> bool:
         """Close it, once every opener in this process has. Waits for transactions that other threads have open (at most

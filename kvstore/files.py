@@ -6,6 +6,7 @@ whole or not at all.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import stat
@@ -22,12 +23,18 @@ __all__ = [
     "open_file",
     "open_unchecked",
     "permit",
+    "punch_hole",
     "replace_file",
     "sync_folder",
     "write_all",
 ]
 
 _ZEROS = memoryview(bytes(1 << 20))
+
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+_kernel = ctypes.CDLL(None, use_errno=True)
+_fallocate = _kernel.fallocate64 if hasattr(_kernel, "fallocate64") else _kernel.fallocate
+_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 class NotAFileError(OSError):
@@ -110,6 +117,16 @@ def fill_with_zeros(fd: int) -> int:
         write_all(fd, _ZEROS[: size - start], start)
     os.fdatasync(fd)
     return size
+
+
+def punch_hole(fd: int, offset: int, nbytes: int) -> None:
+    """Have the file system take back the space of these bytes of a file; they are zeros then, and its length stays.
+
+    Raises OSError, EOPNOTSUPP where it cannot.
+    """
+    if _fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, nbytes):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def replace_file(path: str | Path, data: bytes, *, draft: str | Path, mode: int) -> None:

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from kvstore.errors import StoreDamagedError
-from kvstore.files import write_all
+from kvstore.files import punch_hole, write_all
 from kvstore.lmdb_files import PAGE, free_pages
 from kvstore.lmdb_pages import PageError
 
@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from kvstore.environment import Environment
     from kvstore.lmdb_pages import Numbers
 
-__all__ = ["Wiped", "overwrite_free_pages"]
+__all__ = ["Wiped", "give_back_free_pages", "overwrite_free_pages"]
+
+_Act: TypeAlias = "Callable[[int, int, int], object]"
+"""What is done with a run of free pages: of a descriptor, from an offset on, so many bytes."""
 
 AT_ONCE = 16 << 20
 """Bytes overwritten while one write lock is held: as long as a put of a batch, and others take turns."""
@@ -70,22 +73,35 @@ def overwrite_free_pages(
     used and freed again meanwhile are not overwritten once more. Raises OSError, and `StoreDamagedError` where the list
     of free pages does not add up.
     """
-    wiped = wiped or Wiped()
     zeros = np.zeros(AT_ONCE, np.uint8).data
+    wiped = wiped or Wiped()
+    _at_all(environment, lambda fd, at, size: write_all(fd, zeros[:size], at), advance, freed_until, wiped)
+    return wiped
+
+
+def give_back_free_pages(environment: Environment) -> None:
+    """Have the file system take back the space of all pages that are free now: each occupies some again once LMDB
+    takes it. Raises OSError, EOPNOTSUPP where that cannot be; and `StoreDamagedError` as `overwrite_free_pages`.
+    """
+    _at_all(environment, punch_hole, lambda _: None, 0, Wiped())
+
+
+def _at_all(
+    environment: Environment, act: _Act, advance: Callable[[int], object], freed_until: int, wiped: Wiped
+) -> None:
     fd = os.open(environment.directory / "data.mdb", os.O_RDWR | os.O_CLOEXEC)
     try:
-        while step := _step(environment, fd, wiped, zeros, freed_until):
+        while step := _step(environment, fd, act, freed_until, wiped):
             advance(step)
         os.fdatasync(fd)
     except PageError as error:
         raise StoreDamagedError(str(error)) from error
     finally:
         os.close(fd)
-    return wiped
 
 
-def _step(environment: Environment, fd: int, wiped: Wiped, zeros: memoryview, freed_until: int) -> int:
-    """Overwrite what fits one step; how many bytes that were."""
+def _step(environment: Environment, fd: int, act: _Act, freed_until: int, wiped: Wiped) -> int:
+    """`act` on what fits one step; how many bytes that were."""
     with environment.write() as txn:  # which changes nothing, and so leaves no trace
         newest = txn.id() - 1
         oldest = environment.oldest_snapshot(newest)
@@ -95,7 +111,7 @@ def _step(environment: Environment, fd: int, wiped: Wiped, zeros: memoryview, fr
         usable = np.concatenate([behind, *(pages for freed, pages in listed if freed < oldest)])
         chosen = np.sort(wiped.fresh(usable))[: AT_ONCE // PAGE]
         for first, count in _runs(chosen):
-            write_all(fd, zeros[: count * PAGE], first * PAGE)
+            act(fd, first * PAGE, count * PAGE)
     wiped.overwrote(chosen)
     return chosen.size * PAGE
 

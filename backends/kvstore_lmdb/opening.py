@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.catalog import DATABASES, Catalog, stored_capacity
+from kvstore.compaction import DRAFT, compact
 from kvstore.environment import PAGE, Environment, check_filesystem, damage
 from kvstore.errors import NotAStoreError, StoreDamagedError, StoreFullError, StoreNotFoundError
 from kvstore.presence import Presence, State, explained, is_presence_file, mode_of
@@ -34,7 +35,6 @@ BLOCKS = "blocks"
 
 NAMES = (BLOCKS, *DATABASES)
 _FILES = ("data.mdb", "lock.mdb")
-_COMPACTED = ".new-data.mdb"  # a name that presence sweeps up if we die
 _log = logging.getLogger("kvstore.lmdb")
 
 
@@ -218,7 +218,7 @@ def _open_environment(url: TierURL, directory: Path, map_size: int, mode: int) -
 def _shrink(presence: Presence, space: Space, mode: int) -> None:
     """Where the cap was lowered below the data file: evict, and write what is left to a new, smaller file.
 
-    Only for who is alone. The old file stays in use until the new one is complete, so both are there for a while.
+    Only for who is alone. The old file stays until the new one is complete, and what is alive is there twice then.
     """
     path = presence.directory / "data.mdb"
     if not path.exists() or path.stat().st_size <= space.map_size:
@@ -228,12 +228,13 @@ def _shrink(presence: Presence, space: Space, mode: int) -> None:
         catalog = Catalog(environment)
         catalog.prepare(space.capacity, alone=True)
         _evict_down(catalog, space)
-        environment.compact(presence.directory / _COMPACTED)
+        if not compact(environment, presence.directory / DRAFT, lambda _: True):
+            raise StoreFullError(
+                f"{presence.directory}: its data file is larger than capacity={space.capacity} and could not be written"
+                " anew, which takes as much space as it is to have: make room on its disk, or remove the tier"
+            )
     finally:
         environment.close()
-    presence.mark(State.REBUILDING)
-    (presence.directory / _COMPACTED).rename(path)
-    (presence.directory / "lock.mdb").unlink()
 
 
 def _unreadable(catalog: Catalog) -> tuple[str, ...]:

@@ -36,9 +36,9 @@ from kvstore_zarr.folders import FOLDERS_DATABASE, Folders, occupied
 from kvstore_zarr.intents import reclaim
 from kvstore_zarr.metadata import namespaces_in, read_namespace
 from kvstore_zarr.names import NameLocks
-from kvstore_zarr.put import make_room
 from kvstore_zarr.rebuild import rebuild, said_in
 from kvstore_zarr.tier import CATALOGUE, DRAFTS, INNER, LocalTier
+from kvstore_zarr.trimming import trim
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -187,10 +187,13 @@ def _open_parts(
         )
         for name, error in namespaces_in(root, tier.seal)[1].items():
             tier.set_aside(name, error)
-        if not readonly:
-            _bring_in_order(tier, must_rebuild=must_rebuild, said=said)
-        undo.pop_all()
-    return tier, reason
+        anew = not readonly and _bring_in_order(tier, must_rebuild=must_rebuild, said=said)
+        if not anew:
+            undo.pop_all()
+            return tier, reason
+    again, reason = _open_parts(url, root, presence, mode, sealer, must_rebuild=False)
+    again.remarks[:0] = tier.remarks
+    return again, reason
 
 
 def _slack(capacity: int | None, *, buffered: bool) -> int:
@@ -225,7 +228,8 @@ def _discard_catalogue(catalogue: Path, presence: Presence) -> Said:
     return said
 
 
-def _bring_in_order(tier: LocalTier, *, must_rebuild: bool, said: Said | None) -> None:
+def _bring_in_order(tier: LocalTier, *, must_rebuild: bool, said: Said | None) -> bool:
+    """Whether its catalogue has a smaller file now, and is to be opened again."""
     if must_rebuild:
         tier.presence.mark(State.REBUILDING)
         rebuild(tier, said)
@@ -234,12 +238,12 @@ def _bring_in_order(tier: LocalTier, *, must_rebuild: bool, said: Said | None) -
         reclaim(tier, alone=tier.presence.alone)
         with tier.catalog.write() as change:
             tier.account(change)
-        if tier.presence.alone:
-            make_room(tier)
+        return tier.presence.alone and trim(tier)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         tier.remark(f"its disk is full ({error}): blocks are read and evicted, what was left undone stays so for now")
+        return False
 
 
 def _measure_aside(tier: LocalTier) -> None:

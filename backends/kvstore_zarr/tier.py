@@ -18,6 +18,7 @@ from kvstore.namespace import FINGERPRINT_BYTES
 from kvstore.sealing import PLAIN
 from kvstore.types import BlockKey
 from kvstore_zarr.folders import occupied
+from kvstore_zarr.format import PAGE
 from kvstore_zarr.metadata import NamespaceTree, read_namespace
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ class LocalTier:
     reclaimed: float = 0.0
     """When the dead were last looked for (`time.monotonic`)."""
     remarks: list[str] = field(default_factory=list[str])
+    counts_live: bool = False
+    """Whether the catalogue counts for what it would occupy without its free pages: it is about to lose them."""
     purged_bytes: int = 0
     """What this process has overwritten of purged blocks."""
     dropped: set[bytes] = field(default_factory=set[bytes])
@@ -190,7 +193,12 @@ class LocalTier:
         totals = snapshot.totals()
         if totals.capacity is None:
             return None
-        return totals.capacity - totals.used - totals.reserved - self._records(snapshot) - self.slack
+        return totals.capacity - self.occupied(snapshot) - self.slack
+
+    def occupied(self, snapshot: Snapshot) -> int:
+        """What the tier occupies, and what puts have reserved, in bytes."""
+        totals = snapshot.totals()
+        return totals.used + totals.reserved + self._records(snapshot)
 
     def free_on_disk(self) -> int:
         """What the disk has left for us, in bytes."""
@@ -207,8 +215,12 @@ class LocalTier:
             change.set_overhead(records + left)
 
     def _records(self, snapshot: Snapshot) -> int:
-        beside = self.lock_bytes + self.aside_bytes + occupied(f"{self.root}/{CATALOGUE}/data.mdb")
-        return self.folders.total(snapshot.txn) + beside
+        catalogue = (
+            self.environment.live_pages(snapshot.txn) * PAGE
+            if self.counts_live
+            else occupied(f"{self.root}/{CATALOGUE}/data.mdb")
+        )
+        return self.folders.total(snapshot.txn) + self.lock_bytes + self.aside_bytes + catalogue
 
 
 def draft_prefix(intent: Intent) -> str:
