@@ -102,7 +102,7 @@ def test_whoever_dies_there_leaves_a_whole_tier_and_nothing_over_the_bound(schem
     big, root = tmp_path / "big", tmp_path / "tier"
     blocks = range(20)
     capacity = (12 if scheme == "file" else 6) * MIB
-    with open_store(f"{scheme}://{big}", capacity=64 * MIB) as store:
+    with open_store(f"{scheme}://{big}?mode=0666", capacity=64 * MIB) as store:
         if scheme == "file":
             grow_the_catalogue(store, 14000)
             assert put(store, blocks) == [PutOutcome.STORED] * 20
@@ -122,6 +122,7 @@ def test_whoever_dies_there_leaves_a_whole_tier_and_nothing_over_the_bound(schem
         data = next(root.rglob("data.mdb"))
         where = {} if scheme == "lmdb" else {"catalogue": data.parent}
         assert check(root, ended == DONE, **where).wrong == []
+        assert data.stat().st_mode & 0o777 == 0o666
         with open_store(f"{scheme}://{root}", capacity=capacity) as store:
             assert occupied(root) <= capacity
             assert data.stat().st_size < 3 * MIB if scheme == "file" else capacity

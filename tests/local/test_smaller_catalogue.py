@@ -8,11 +8,12 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from local_helpers import HIT, STORED, catalogue_of, occupied
 
+import kvstore.compaction
 import kvstore.lmdb_free
 from kvstore import BlockKey, open_store
 from kvstore.catalog import Entry, address_of
@@ -26,31 +27,31 @@ if TYPE_CHECKING:
     from kvstore import BlockStore
 
 
-def grow_the_catalogue(store: BlockStore, entries: int = 12000, *, keep: bool = False) -> None:
-    """Have it know blocks of 4 KiB, the oldest there are, and forget them again."""
+def grow_the_catalogue(store: BlockStore, entries: int = 12000, *, keep: int = 0, size: int = 4096) -> None:
+    """Have it know blocks that have no file, the oldest there are, and forget all but `keep` of them again."""
     assert isinstance(store, LocalZarrStore)
     catalog = store._tier.catalog
     for start in range(0, entries, 2000):
         keys = [BlockKey(number.to_bytes(32, "little")) for number in range(start, start + 2000)]
         with catalog.write() as change:
-            change.publish([Entry(address_of(SPACE, key), 4096, 1, 1) for key in keys])
-    for _ in range(0, 0 if keep else entries, 2000):
+            change.publish([Entry(address_of(SPACE, key), size, 1, 1) for key in keys])
+    for _ in range(0, entries - keep, 2000):
         with catalog.read() as snapshot:
             victims = [one for one, _ in zip(snapshot.oldest(), range(2000), strict=False) if one.last_used == 1]
         with catalog.write() as change:
             change.evict(victims)
 
 
-def filled(url: str, blocks: range = range(20), *, keep: bool = False) -> None:
+def filled(url: str, blocks: range = range(20), *, keep: int = 0) -> None:
     with open_store(url, capacity=256 * MIB) as store:
         grow_the_catalogue(store, keep=keep)
         assert store.put_many(SPACE, writes(blocks)) == [STORED] * len(blocks)
 
 
-@pytest.mark.parametrize("keep", [False, True], ids=["forgotten before", "evicted by the opening"])
+@pytest.mark.parametrize("keep", [0, 12000], ids=["forgotten before", "evicted by the opening"])
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
 def test_a_capacity_below_the_catalogues_greatest_size_has_room(
-    root: Path, tmp_path: Path, encrypted: bool, keep: bool
+    root: Path, tmp_path: Path, encrypted: bool, keep: int
 ) -> None:
     url = f"file://{root}"
     if encrypted:
@@ -71,6 +72,39 @@ def test_a_capacity_below_the_catalogues_greatest_size_has_room(
         assert get(store, range(100, 104)) == [HIT] * 4
 
 
+def test_a_full_tier_keeps_its_blocks_and_its_capacity_while_there_are_two_files(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, seen = f"file://{root}", list[int]()
+    with open_store(url, capacity=256 * MIB) as store:
+        grow_the_catalogue(store, 16000, keep=6000, size=0)
+        store.put_many(SPACE, writes(range(60)))
+    before, capacity = catalogue_of(root).stat(), occupied(root) + 300 * 1024
+
+    def write(*arguments: Any) -> None:
+        really_write(*arguments)
+        seen.append(occupied(root))
+
+    really_write = kvstore.compaction._write  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(kvstore.compaction, "_write", write)
+    with open_store(url, capacity=capacity) as store:
+        assert get(store, range(60)) == [HIT] * 60
+        assert store.usage().blocks == 6060
+    after = catalogue_of(root).stat()
+    assert before.st_ino != after.st_ino
+    assert MIB < after.st_size < before.st_size / 2  # the two together are more than there was room for
+    assert seen[0] <= capacity
+
+
+ELSEWHERE = """
+import sys
+from kvstore import open_store
+with open_store(sys.argv[1]) as store:
+    print("open", flush=True)
+    sys.stdin.readline()
+"""
+
+
 def test_it_is_not_touched_by_who_is_not_alone_or_reads_only_or_gains_little(root: Path) -> None:
     url = f"file://{root}"
     with open_store(url, capacity=256 * MIB) as store:
@@ -78,6 +112,8 @@ def test_it_is_not_touched_by_who_is_not_alone_or_reads_only_or_gains_little(roo
         before = catalogue_of(root).stat()
         with open_store(url), pytest.raises(CapacityMismatchError):
             open_store(url, capacity=2 * MIB)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        subprocess.run([sys.executable, "-c", ELSEWHERE, url], stdin=-3, env=environment, check=True, timeout=60)
     with open_store(url, readonly=True):
         pass
     assert (catalogue_of(root).stat().st_ino, catalogue_of(root).stat().st_blocks) == (before.st_ino, before.st_blocks)
