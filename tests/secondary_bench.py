@@ -9,7 +9,7 @@ from tiering_helpers import BLOCK, PATIENCE, SPACE, content
 
 from kvstore.tiering import PrimaryTier, SecondaryTier
 from kvstore.tiering.breaker import BreakerState
-from kvstore.tiering.secondary import TierReport
+from kvstore.tiering.report import TierReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

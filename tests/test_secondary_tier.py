@@ -15,7 +15,7 @@ from tiering_helpers import BLOCK, PATIENCE, content, faulty, fill, keys
 from kvstore import GetOutcome, PutOutcome
 from kvstore.errors import TierUnavailable
 from kvstore.testing.faults import failing
-from kvstore.tiering.secondary import TierReport
+from kvstore.tiering.report import TierReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -292,9 +292,9 @@ def test_stores_in_one_call_have_their_own_outcomes_and_one_that_was_dropped_is_
         made.tier.submit()
         if name == KEYS[0]:
             made.run(lambda: hanging.waiting)
-    dropped = [job for job in made.tier._live if job.keys == KEYS[3:4]]
-    assert made.tier._transfers.cancel(dropped[0])
-    del made.tier._live[dropped[0]]
+    dropped = [job for job in made.tier._transit.live if job.keys == KEYS[3:4]]
+    assert made.tier._pool.cancel(dropped[0])
+    del made.tier._transit.live[dropped[0]]
     hanging.release()
     made.settle()
     assert store.calls == [("put", KEYS[:1]), ("put", [KEYS[1], KEYS[2], KEYS[4]])]
@@ -374,7 +374,7 @@ def test_a_poll_with_little_time_leaves_what_else_ended_to_the_next(bench: Bench
         bench.store([key])
         bench.tier.submit()  # each a job of its own
     deadline = time.monotonic() + PATIENCE
-    while len(bench.tier._transfers._done) < 20:
+    while len(bench.tier._pool._done) < 20:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     reports = [bench.tier.poll(budget=0.0) for _ in range(20)]

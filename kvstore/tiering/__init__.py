@@ -12,7 +12,8 @@ Where to look:
     primary.py      slots of host memory and who pins them; policy/: which block is evicted
     promises.py     HITs that are kept until somebody pins them
     promotion.py    blocks that are asked about, wait for a slot, or are missing
-    secondary.py    one URL: stores, loads, touches, their time-outs; questions.py: its lookups
+    secondary.py    one URL; questions.py: its lookups; transit.py: its loads and stores, their time-outs; hints.py: its
+                    touches and marks
     jobs.py         the calls to a backend, and what memory each of them is lent; staging.py: that of calls that hang
     transfer.py     the threads they run on
     counters.py     what is counted and said of all that; statistics.py: what of the manager's own work

@@ -14,23 +14,21 @@ import logging
 import threading
 import time
 from contextlib import ExitStack
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from kvstore.abc import BlockStore
 from kvstore.apart import StoreApart
 from kvstore.registry import open_store
-from kvstore.tiering.batches import STORE_BATCH_BYTES, batches
 from kvstore.tiering.breaker import PAUSE, Breaker, Probe
-from kvstore.tiering.counters import Counters, TierStats
+from kvstore.tiering.counters import Counters
 from kvstore.tiering.hints import Hints
-from kvstore.tiering.jobs import CopyOut, Load, StagedLoad, StagedStore, Store, TierJob, Transfer
+from kvstore.tiering.jobs import Transfer
 from kvstore.tiering.pool_apart import pool_for
 from kvstore.tiering.questions import Questions
 from kvstore.tiering.report import TierReport
 from kvstore.tiering.staging import Staging
 from kvstore.tiering.transfer import default_threads
-from kvstore.types import GetOutcome, PutOutcome
+from kvstore.tiering.transit import Transit
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -40,12 +38,14 @@ if TYPE_CHECKING:
     from kvstore.background import Bell
     from kvstore.marks import Mark
     from kvstore.namespace import Namespace
+    from kvstore.tiering.counters import TierStats
+    from kvstore.tiering.jobs import TierJob
     from kvstore.tiering.primary import Slot
     from kvstore.tiering.transfer import Jobs
     from kvstore.types import BlockKey
     from kvstore.url import TierURL
 
-__all__ = ["SecondaryTier", "TierReport", "TierStats"]
+__all__ = ["SecondaryTier"]
 
 log = logging.getLogger(__name__)
 
@@ -103,9 +103,7 @@ class SecondaryTier:
         self._store = tier if isinstance(tier, BlockStore) else _opened(tier, io_process=io_process)
         self.url = str(self._store.url)
         self._namespace = namespace
-        self.backlog_bytes = backlog_bytes
         can_hang = self._store.capabilities.can_hang
-        self._load_timeout = load_timeout or (NETWORK_LOAD_TIMEOUT if can_hang else LOAD_TIMEOUT)
         self._counters = Counters(self.url)
         self._breaker = Breaker(self.url, pause)
         self._probe: Probe | None = None
@@ -115,15 +113,18 @@ class SecondaryTier:
             if self._owned:
                 opened.callback(self._store.close)
             self._staging = self._made_memory(staging_bytes, memory)
-            self._transfers: Jobs[TierJob] = pool_for(self._store, threads, f"kvstore-{self._store.url.scheme}", stores)
+            self._pool: Jobs[TierJob] = pool_for(self._store, threads, f"kvstore-{self._store.url.scheme}", stores)
             opened.pop_all()
         self._questions = Questions(self._store, namespace, lookup_timeout, self._counters, self._breaker)
-        self._to_load: list[Slot] = []
-        self._to_store: list[Slot] = []
         self._hints = Hints(self._store, namespace, self._counters)
-        self._live: dict[Transfer, None] = {}  # all that have not ended, the oldest first
-        self._backlog = 0
-        self._closed = False
+        self._transit = Transit(
+            *(self._store, namespace, self._pool, self._staging),
+            load_timeout=load_timeout or (NETWORK_LOAD_TIMEOUT if can_hang else LOAD_TIMEOUT),
+            backlog_bytes=backlog_bytes,
+            counters=self._counters,
+            breaker=self._breaker,
+            hints=self._hints,
+        )
 
     def _made_memory(self, nbytes: int | None, slots: Buffer | None) -> Staging | None:
         """What calls can be lent: slots, or staging; the store's own process is given both."""
@@ -136,8 +137,6 @@ class SecondaryTier:
         staging = Staging(nbytes, largest, shared=apart is not None)
         if apart is not None:
             apart.lend(staging.memory.data)
-        # What would have to wait for staging, with its slot pinned, is better shed.
-        self.backlog_bytes = min(self.backlog_bytes, (staging.buffers - staging.share) * staging.buffer_bytes)
         return staging
 
     def use(self, namespace: Namespace) -> None:
@@ -145,11 +144,12 @@ class SecondaryTier:
 
         A call that is under way ends as it began.
         """
-        self._namespace = self._questions.namespace = self._hints.namespace = namespace
+        self._namespace = self._questions.namespace = namespace
+        self._hints.namespace = self._transit.namespace = namespace
 
     def ring(self, bell: Bell) -> None:
         """Ring `bell` whenever there is something for `poll` to collect."""
-        self._transfers.bell = bell
+        self._pool.bell = bell
         self._questions.ring(bell)
 
     # Notes, taken at once and handed on by `submit`.
@@ -160,84 +160,70 @@ class SecondaryTier:
 
     def load(self, slot: Slot) -> None:
         """Fetch `slot.key` into the slot, whose pin is lent to the transfer."""
-        self._to_load.append(slot)
+        self._transit.load(slot)
 
     def store(self, slot: Slot) -> bool:
         """Write the slot's block. True lends the caller's pin to the transfer; False: shed, the tier is behind."""
-        if self.behind or self._closed or self._breaker.refuses:
-            self._counters.add(shed=1)
-            if self.behind:
-                self._counters.tell("behind", "stores are dropped; %d bytes wait to be written", self._backlog)
-            return False
-        self._backlog += slot.view.nbytes
-        self._to_store.append(slot)
-        return True
+        return self._transit.store(slot)
 
     def touch(self, keys: Collection[BlockKey]) -> None:
         """Make these blocks young in the store, some time soon, the first of them youngest. Those of a later call are
         younger. Iterated on a transfer thread.
         """
-        if not self._closed:
+        if not self._transit.closed:
             self._hints.touch(keys)
 
     def mark(self, keys: Collection[BlockKey], mark: Mark) -> None:
         """Say `mark` of those of these blocks that are in the store when it is told, some time soon. Iterated on a
         transfer thread. Of a block that is on its way into the store, its slot says it (`Slot.mark`).
         """
-        if not self._closed:
+        if not self._transit.closed:
             self._hints.mark(keys, mark)
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Stores accepted and not finished that make the tier be behind."""
+        return self._transit.backlog_bytes
 
     @property
     def behind(self) -> bool:
         """Whether the next store would be shed."""
-        return self._backlog >= self.backlog_bytes
+        return self._transit.behind
 
     @property
     def idle(self) -> bool:
         """Nothing is under way, nor waits for `submit` or `poll`; what was given up and has no slot does not count."""
-        noted = self._to_load or self._to_store
-        awaited = any(job.slots or not job.given_up for job in self._live)
-        return self._questions.idle and self._hints.idle and not (noted or awaited)
+        return self._questions.idle and self._hints.idle and self._transit.idle
 
     @property
     def holds_memory(self) -> bool:
         """A transfer may still touch a slot."""
-        return any(job.slots for job in self._live)
+        return self._transit.holds_memory
 
     # The two ends of the transfer threads, once per step each.
 
     def submit(self) -> None:
         """Hand what was noted to the transfer threads, in batches; for a store that is left alone, only a probe."""
-        if not (self._closed or self._questions.stuck) and self._breaker.probe_is_due():
+        if not (self._transit.closed or self._questions.stuck) and self._breaker.probe_is_due():
             self._probe = Probe(self._store, self._namespace)
-            self._transfers.submit(self._probe)
+            self._pool.submit(self._probe)
         if self._breaker.refuses:
             self._send()
             return
         self._questions.submit()
-        load, store = (StagedLoad, CopyOut) if self._staging else (Load, Store)
-        most = self._staging.share if self._staging else None
-        at_most = self._store.capabilities.batch_bytes
-        for batch in batches(self._to_load, self._transfers.threads, at_most, most):
-            self._start(load(self._store, self._namespace, batch))
-        threads, least = self._transfers.patient_threads, None if self._staging else STORE_BATCH_BYTES
-        for batch in batches(self._to_store, threads, at_most, most, least=least):
-            self._start(store(self._store, self._namespace, batch))
-        self._to_load, self._to_store = [], []
-        for job in self._staging.served() if self._staging else ():
-            self._transfers.submit(job)
-        self._hints.submit(self._transfers)
+        self._transit.submit()
+        self._hints.submit(self._pool)
         self._send()
 
     def poll(self, budget: float = float("inf")) -> TierReport:
         """Collect what ended, as far as that can be done in `budget` seconds, and give up what is overdue."""
         deadline = time.perf_counter() + budget
         report = TierReport(answers=self._questions.collect())
-        for job in self._transfers.collect():
+        for job in self._pool.collect():
             self._settle(job, report)
             if time.perf_counter() > deadline:
                 break
-        self._give_up(report)
+        self._transit.give_up_overdue(report)
         if self._breaker.refuses:  # nobody waits for this tier
             self._drop_waiting(report)
             report.answers += self._questions.refuse()
@@ -248,19 +234,21 @@ class SecondaryTier:
         """Counters of this moment."""
         lent = self._staging.lent_bytes if self._staging else 0
         return self._counters.stats(
-            backlog_bytes=self._backlog, staging_bytes=lent, breaker=self._breaker.state, trips=self._breaker.trips
+            backlog_bytes=self._transit.backlog,
+            staging_bytes=lent,
+            breaker=self._breaker.state,
+            trips=self._breaker.trips,
         )
 
     def cancel(self) -> TierReport:
         """Take no more, and drop every transfer that has not started or needs no slot: stores shed, loads failed."""
-        self._closed = True
+        self._transit.closed = True
         self._questions.cancel()
-        if self._probe is not None and self._transfers.cancel(self._probe):
+        if self._probe is not None and self._pool.cancel(self._probe):
             self._probe = None
         report = self.poll()
-        self._drop_waiting(report)
-        for job in list(self._live):
-            self._end(job, report)
+        self._hints.cancel(self._pool)
+        self._transit.cancel(report)
         return report
 
     def close(self, timeout: float) -> bool:
@@ -270,7 +258,7 @@ class SecondaryTier:
         open: closing it under that call could crash the process. Where it has a process of its own, that is ended.
         """
         deadline = time.monotonic() + timeout
-        ended = self._transfers.close(timeout)
+        ended = self._pool.close(timeout)
         ended = self._questions.close(max(0.0, deadline - time.monotonic())) and ended
         if ended and self._owned:
             closer = threading.Thread(target=self._close_store, name="kvstore-close", daemon=True)
@@ -279,7 +267,7 @@ class SecondaryTier:
             ended = not closer.is_alive()
         if not ended and self._owned and isinstance(self._store, StoreApart):
             log.warning("%s: a call did not return within %.1f s; its I/O process is ended", self.url, timeout)
-            return self._store.abandon() and self._transfers.close(ABANDON_S)
+            return self._store.abandon() and self._pool.close(ABANDON_S)
         if not ended:
             log.warning("%s: a call did not return within %.1f s; the store is left open", self.url, timeout)
         return ended
@@ -289,151 +277,19 @@ class SecondaryTier:
         if isinstance(self._store, StoreApart):
             self._store.send()
 
-    def _start(self, job: Transfer) -> None:
-        self._live[job] = None
-        if self._staging and isinstance(job, (StagedLoad, CopyOut)):
-            self._staging.wait(job)
-        else:
-            self._transfers.submit(job)
-
     def _settle(self, job: TierJob, report: TierReport) -> None:
         if isinstance(job, Probe):
             self._probe = None
             self._breaker.probed(job.error)
-            return
-        if not isinstance(job, Transfer):
+        elif isinstance(job, Transfer):
+            self._transit.settle(job, report)
+        else:
             self._hints.settle(job)
-            return
-        del self._live[job]
-        if isinstance(job, Load) and not job.given_up:
-            self._breaker.heard("load", job.error)
-        if job.error is not None:
-            self._counters.failed("load" if isinstance(job, Load) else "store", job.error)
-        if isinstance(job, CopyOut):
-            self._copied(job, report)
-            return
-        self._take_back(job)
-        if isinstance(job, Load):
-            self._loaded(job, report)
-        elif isinstance(job, Store):
-            self._stored(job, report)
-
-    def _copied(self, job: CopyOut, report: TierReport) -> None:
-        """The slots are free; the copy goes to the store, if there is still a thread to take it there."""
-        if self._closed or job.error is not None:
-            self._drop(job, report)
-            return
-        report.released.extend(job.slots)
-        self._start(StagedStore(job))
-
-    def _loaded(self, job: Load, report: TierReport) -> None:
-        if job.given_up:
-            report.released.extend(job.slots)
-            report.dropped.extend(job.slots)
-            return
-        outcomes = job.outcomes or [GetOutcome.MISS] * len(job.slots)
-        arrived = [slot for slot, outcome in zip(job.slots, outcomes, strict=True) if outcome is GetOutcome.HIT]
-        report.loaded.extend(arrived)
-        report.failed.extend(
-            slot for slot, outcome in zip(job.slots, outcomes, strict=True) if outcome is not GetOutcome.HIT
-        )
-        corrupt = outcomes.count(GetOutcome.CORRUPT)
-        if corrupt:
-            self._counters.tell("corrupt", "%d blocks failed their checks; they are computed anew", corrupt)
-        self._counters.add(
-            loads=len(arrived),
-            corrupt=corrupt,
-            failed_loads=len(outcomes) - len(arrived),
-            bytes_loaded=sum(slot.view.nbytes for slot in arrived),
-            load_seconds=job.seconds,
-        )
-
-    def _stored(self, job: Store, report: TierReport) -> None:
-        report.released.extend(job.slots)
-        self._backlog -= job.nbytes
-        outcomes = job.outcomes or [PutOutcome.FAILED] * len(job.sizes)
-        report.stored.extend(key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome.present)
-        for mark in set(job.marks.values()):
-            there = zip(job.keys, outcomes, strict=True)
-            self.mark([key for key, outcome in there if outcome.present and job.marks.get(key) == mark], mark)
-        # A staged store has no slots any more.
-        report.dropped.extend(slot for slot, outcome in zip(job.slots, outcomes, strict=False) if not outcome.present)
-        stored = [size for size, outcome in zip(job.sizes, outcomes, strict=True) if outcome is PutOutcome.STORED]
-        self._counters.add(
-            stores=len(stored),
-            exists=outcomes.count(PutOutcome.EXISTS),
-            full=outcomes.count(PutOutcome.FULL),
-            refused=outcomes.count(PutOutcome.REFUSED),
-            failed_stores=outcomes.count(PutOutcome.FAILED),
-            bytes_stored=sum(stored),
-            store_seconds=job.seconds,
-        )
-
-    def _give_up(self, report: TierReport) -> None:
-        """Loads that take too long, and stores that got no staging memory for as long."""
-        now = time.monotonic()
-        oldest = next(iter(self._live), None)
-        if oldest is None or now - oldest.made <= self._load_timeout:
-            return  # as in nearly every step
-        timed = (job for job in self._live if isinstance(job, (Load, CopyOut)))
-        late = list(takewhile(lambda job: now - job.made > self._load_timeout, timed))
-        for job in late:
-            # At least half of it in the call itself: behind others that are merely many, loads wait for a thread.
-            if isinstance(job, Load) and not job.hangs and now - job.begun > self._load_timeout / 2:
-                job.hangs = True
-                self._breaker.timed_out("load", self._load_timeout)
-        for job in [job for job in late if not job.given_up]:
-            self._counters.overdue("load" if isinstance(job, Load) else "store", self._load_timeout)
-            job.given_up = True
-            if not self._end(job, report) and isinstance(job, Load):
-                report.overdue.extend(job.slots)
-                self._counters.add(failed_loads=len(job.slots))
 
     def _drop_waiting(self, report: TierReport) -> None:
         """What has not begun does not: loads fail, stores are shed, hints are forgotten."""
-        self._hints.cancel(self._transfers)
-        self._drop(Load(self._store, self._namespace, self._to_load), report)
-        self._drop(Store(self._store, self._namespace, self._to_store), report)
-        self._to_load, self._to_store = [], []
-        for job in list(self._live):
-            self._drop_if_waiting(job, report)
-
-    def _drop_if_waiting(self, job: Transfer, report: TierReport) -> bool:
-        if not self._transfers.cancel(job):
-            return False
-        del self._live[job]
-        self._drop(job, report)
-        return True
-
-    def _end(self, job: Transfer, report: TierReport) -> bool:
-        """Part a job from its slots: one that has not started is dropped, a staged load may go on without them.
-
-        False if somebody else may touch them.
-        """
-        if self._drop_if_waiting(job, report):
-            return True
-        if job.withdraw():
-            report.failed.extend(job.slots)
-            self._counters.add(failed_loads=len(job.slots))
-            job.given_up, job.slots = True, ()
-            return True
-        return False
-
-    def _drop(self, job: Transfer, report: TierReport) -> None:
-        """It is not going to happen: a load failed, a store was shed."""
-        if isinstance(job, Load):
-            report.failed.extend(job.slots)
-            self._counters.add(failed_loads=len(job.slots))
-        else:
-            report.released.extend(job.slots)
-            report.dropped.extend(job.slots)
-            self._backlog -= job.nbytes
-            self._counters.add(shed=len(job.sizes))
-        self._take_back(job)
-
-    def _take_back(self, job: Transfer) -> None:
-        if self._staging:
-            self._staging.give_back(job.buffers)
+        self._hints.cancel(self._pool)
+        self._transit.drop_waiting(report)
 
     def _close_store(self) -> None:
         try:

@@ -69,6 +69,11 @@ class Staging:
         return max(1, self.buffers // 4)
 
     @property
+    def for_stores_bytes(self) -> int:
+        """Memory that stores can be lent, together."""
+        return (self.buffers - self.share) * self.buffer_bytes
+
+    @property
     def lent_bytes(self) -> int:
         """Memory that calls have, and that may be in use for the last time or for ever."""
         return (self.buffers - len(self._free)) * self._stride

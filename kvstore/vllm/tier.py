@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
     from kvstore.archive.warming import Warming
     from kvstore.namespace import Namespace
-    from kvstore.tiering.secondary import TierReport
+    from kvstore.tiering.report import TierReport
     from kvstore.vllm._compat import (
         JobResult,
         OffloadingConnectorStats,

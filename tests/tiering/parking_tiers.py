@@ -170,11 +170,11 @@ class Tier:
 
     def settled(self) -> bool:
         """Every thread is idle or parked, and nothing that could run is queued."""
-        tier, pool = self.tier, self.tier._transfers
+        tier, pool = self.tier, self.tier._pool
         asking = tier._questions._asking
         asking_runs = asking is not None and asking not in tier._questions._thread._done
         ended = set(pool._done)
-        under_way: list[TierJob] = [*tier._live, *tier._hints.under_way.values()]
+        under_way: list[TierJob] = [*tier._transit.live, *tier._hints.under_way.values()]
         if tier._probe is not None:
             under_way.append(tier._probe)
         waiting = {job for job in tier._staging.waiting if not job.claim.taken} if tier._staging else set()

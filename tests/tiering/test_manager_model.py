@@ -315,7 +315,7 @@ class Machine(RuleBasedStateMachine):
                     tier.let_go(parked, honest)
             self.settle()
             self.step(0.05)
-            ended = all(tier.tier.idle and not tier.tier._live for tier in self.tiers)
+            ended = all(tier.tier.idle and not tier.tier._transit.live for tier in self.tiers)
             if ended and not self.requests and (self.closed or all_closed(self.manager)):
                 return
         raise AssertionError(f"not idle although everything returns: {self.manager.stats()}")

@@ -98,7 +98,7 @@ def test_every_option_can_be_given(tmp_path: Path) -> None:
         tier = engine.tiers[0]
         assert tier.locality is Locality.LOCAL
         assert tier._tier.backlog_bytes == 64 << 20
-        assert tier._tier._transfers.threads == 3
+        assert tier._tier._pool.threads == 3
         assert "capacity=1GB" in tier.url
         assert engine.store(PROMPT) == 6
 
