@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from kvstore.files import NotAFileError
 from kvstore_zarr.removal import erase, free, inode_of, release
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Generator, Iterable, Sequence
 
     from kvstore.catalog import Snapshot, Victim
     from kvstore_zarr.descriptors import Share
@@ -31,7 +32,7 @@ __all__ = ["Held", "choose", "clear_away", "hand_on", "heirs_among", "hold", "le
 MOST_LOOKED_AT = 4096
 """How many of the oldest blocks one choice looks at, when one after the other is taken or being read."""
 SPARED = 4
-"""Descriptors left free where there are no more: for locks of names, for a file that is made."""
+"""Descriptors kept open while victims are held, and free then: for locks of names, for a file that is made."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +73,9 @@ def choose(tier: LocalTier, victims: list[Victim], shortage: int, share: Share) 
         some = victims[: share.grant(len(victims))]
         try:
             held = hold(tier, some, share)
-        except BaseException:
+        except BaseException as error:
+            if chosen and isinstance(error, OSError):
+                break
             let_go(tier, chosen)
             raise
         share.give_back(len(some) - len(held))
@@ -91,26 +94,39 @@ def choose(tier: LocalTier, victims: list[Victim], shortage: int, share: Share) 
 def hold(tier: LocalTier, victims: Iterable[Victim], share: Share) -> list[Held]:
     """Those of the victims that nobody reads or evicts, held for an eviction.
 
-    Where the process has no descriptor left, a few are let go again: what is evicted then can be replaced. Raises
-    OSError where there were none to begin with.
+    As many of them as leave the process descriptors enough to replace what is evicted then. Raises OSError where it had
+    none to begin with.
     """
     held: list[Held] = []
-    for victim in victims:
-        if tier.is_aside(victim.address):
-            continue
-        try:
-            one = _hold(tier, victim)
-        except BaseException as error:
-            spared, held = held[:SPARED], held[SPARED:]
-            let_go(tier, spared)
-            if held and isinstance(error, OSError):
-                share.is_exhausted = True
-                break
-            let_go(tier, held)
-            raise
-        if one is not None:
-            held.append(one)
+    with _sparing(tier):
+        for victim in victims:
+            if tier.is_aside(victim.address):
+                continue
+            try:
+                one = _hold(tier, victim)
+            except BaseException as error:
+                if held and isinstance(error, OSError):
+                    share.is_exhausted = True
+                    break
+                let_go(tier, held)
+                raise
+            if one is not None:
+                held.append(one)
     return held
+
+
+@contextmanager
+def _sparing(tier: LocalTier) -> Generator[None]:
+    """Keep some descriptors from what the body opens."""
+    spared: list[int] = []
+    try:
+        spared.append(os.open(tier.root, os.O_PATH | os.O_CLOEXEC))
+        while len(spared) < SPARED:
+            spared.append(os.dup(spared[0]))
+        yield
+    finally:
+        for fd in spared:
+            os.close(fd)
 
 
 def _hold(tier: LocalTier, victim: Victim) -> Held | None:

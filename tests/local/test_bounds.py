@@ -92,7 +92,8 @@ with open_store(f"file://{sys.argv[1]}?capacity=16MB") as store:
     watching.join()
     after = store.usage().blocks
     hogged = [os.open("/dev/null", os.O_RDONLY) for _ in range(256 - len(os.listdir("/proc/self/fd")) - 9)]
-    with_few = set(put(50_000, 50))
+    # whatever number of victims: also as many as there are descriptors left
+    with_few = {outcome for count in range(1, 25) for outcome in put(50_000 + 100 * count, count)}
     print(most, full, after, store.usage().blocks, outcomes, with_few)
 """
 

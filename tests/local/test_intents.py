@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 import threading
 from contextlib import ExitStack, contextmanager, suppress
@@ -138,7 +139,7 @@ def test_what_a_process_leaves_that_could_not_end_what_it_did_is_ended_by_others
                 VERBS[verb](store)
             assert engine.usage().reserved > 0
             store.close()
-        tier_of(engine).reclaimed = 0.0
+        tier_of(engine).reclaimed = -math.inf
         engine.put_many(SPACE, writes([20]))
         assert engine.usage().reserved == 0
         assert not drafts(root)
