@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -221,6 +222,50 @@ def held(catalog: Catalog) -> Iterator[None]:
     finally:
         ended.set()
         holder.join()
+
+
+class Perishing:
+    """A transaction whose views are good until something is written, as LMDB has it; then they are zeros here."""
+
+    def __init__(self, txn: lmdb.Transaction[memoryview]) -> None:
+        self._txn = txn
+        self._lent: list[bytearray] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._txn, name)
+
+    def cursor(self, db: lmdb._Database) -> Perishing:
+        self._cursor = self._txn.cursor(db)
+        return self
+
+    def getmulti(self, keys: list[bytes]) -> list[tuple[memoryview, memoryview]]:
+        found = [(bytearray(key), bytearray(value)) for key, value in self._cursor.getmulti(keys)]
+        self._lent += itertools.chain.from_iterable(found)
+        return [(memoryview(key), memoryview(value)) for key, value in found]
+
+    def putmulti(self, items: list[tuple[bytes, bytes]]) -> None:
+        self._perish()
+        self._cursor.putmulti(items)
+
+    def delete(self, key: bytes, db: lmdb._Database) -> bool:
+        self._perish()
+        return self._txn.delete(key, db=db)
+
+    def _perish(self) -> None:
+        for one in self._lent:
+            one[:] = bytes(len(one))
+
+
+def test_uses_are_written_without_a_look_at_what_a_write_has_made_invalid(catalog: Catalog) -> None:
+    with catalog.write() as change:
+        change.publish([entry(number) for number in range(20)])
+    with catalog.write() as change:
+        change.txn = Perishing(change.txn)  # type: ignore[assignment]
+        change.use([(entry(number).address, 5000 + number, 1) for number in range(20)])
+    with catalog.read() as snapshot:
+        check_books(snapshot)
+        found = snapshot.find([entry(number).address for number in range(20)])
+    assert [one.hits for one in found if one] == [1] * 20
 
 
 def test_a_victim_that_was_used_since_it_was_chosen_stays(catalog: Catalog) -> None:

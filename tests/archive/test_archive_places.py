@@ -49,6 +49,7 @@ def test_a_folder_that_is_only_named_like_a_namespace_is_no_tier(base: tuple[str
     named = f"{where}/0123456789abcdef0123456789abcdef"
     with open_store(f"{where}/kv{options}") as store:
         store.put_many(SPACE, writes(range(3)))
+        create(named, store, SPACE, keys(range(3)))
         create(f"{named}/a", store, SPACE, keys(range(3)))
         create(f"{named}/ars/of/a", store, SPACE, keys(range(3)))
     with open_archive(f"{named}/a") as archive:

@@ -174,8 +174,9 @@ def test_what_somebody_keeps_in_a_namespace_without_a_manifest_stays(
     assert [behind.read(path) for path in others] == [path.encode() for path in others]
 
 
+@pytest.mark.parametrize("asked", [(), ("--keep-bytes",)])
 def test_what_dead_writers_left_goes_with_a_purge_and_what_may_be_under_way_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, asked: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = f"file://{tmp_path}/kv?remote=true"
     stored(url)
@@ -185,11 +186,11 @@ def test_what_dead_writers_left_goes_with_a_purge_and_what_may_be_under_way_is_n
         draft.write_bytes(b"kv" * 500)
     os.utime(dead, (time.time() - 4000,) * 2)
     os.link(dead, tmp_path / "bytes")
-    code, told = machine(capsys, "purge", url, "--namespace", SPACE.name, "--yes")
+    code, told = machine(capsys, "purge", url, "--all", "--yes", "--refuse", "0", *asked)
     (named,) = [one for one in told["tiers"][0]["remains"] if "1 drafts" in one["what"]]
     assert (code, told["complete"], named["nbytes"]) == (EXIT_OK, True, 1000)
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == [young.name]
-    assert (tmp_path / "bytes").read_bytes() == bytes(1000)
+    assert (tmp_path / "bytes").read_bytes() == (b"kv" * 500 if asked else bytes(1000))
 
 
 @pytest.mark.parametrize("how", DAMAGES[1:])
