@@ -32,8 +32,8 @@ settings.load_profile("ci")
 def executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What makes the system calls for blocks in this process."""
     if request.param == "Python":
-        monkeypatch.setattr(calls, "move", calls.move_in_python)
-    elif calls.move is calls.move_in_python:
+        monkeypatch.setattr(calls, "made_by", calls.PYTHON)
+    elif calls.made_by is calls.PYTHON:
         pytest.skip(calls.how)
 
 

@@ -241,7 +241,7 @@ class TestReadersAndEvictions:
 
         with open_store(f"file://{root}") as store:
             put(store, [1])
-            monkeypatch.setattr(calls, "move", calls.move_in_python)
+            monkeypatch.setattr(calls, "made_by", calls.PYTHON)
             monkeypatch.setattr(os, "preadv", read_and_fork)
             try:
                 assert get(store, [1]) == [HIT]

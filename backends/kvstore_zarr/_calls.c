@@ -1,8 +1,8 @@
-/* `calls.move` without the GIL: a part of a block between memory and its file, with all that it asks of the system.
+/* What a block, and what the blocks of a job together, ask of the system, without the GIL.
  *
  * Why this is not Python: each call that Python makes of the system lets go of the GIL and has to get it back. This lets
- * go of it once. It holds nothing between two calls; what it does, and why, stands in `calls.py`, whose
- * `move_in_python` does the same.
+ * go of it once. It holds nothing between two calls; what it does, and why, stands in `calls.py`, where Python does the
+ * same.
  */
 #define _GNU_SOURCE
 #define _FILE_OFFSET_BITS 64
@@ -12,6 +12,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stdio.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
@@ -141,7 +142,113 @@ end:
     return outcome;
 }
 
-static PyMethodDef methods[] = {{"move", move, METH_VARARGS, "See calls.move_in_python."}, {NULL, NULL, 0, NULL}};
+/* The strings of a list as paths, which `held` keeps; NULL, with an exception, if they are none. */
+static const char **paths_of(PyObject *list, Py_ssize_t count, PyObject **held)
+{
+    const char **paths = PyMem_Calloc((size_t)count + 1, sizeof *paths);
+    PyObject *path;
+
+    *held = PyList_New(count);
+    if (!paths || !*held) {
+        PyMem_Free(paths);
+        return (const char **)PyErr_NoMemory();
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *item = PyList_GetItem(list, i);
+        if (!item || !PyUnicode_FSConverter(item, &path)) {
+            PyMem_Free(paths);
+            return NULL;
+        }
+        PyList_SetItem(*held, i, path);
+        paths[i] = PyBytes_AsString(path);
+    }
+    return paths;
+}
+
+static long long occupied(const char *path)
+{
+    struct stat status;
+    return lstat(path, &status) < 0 ? -(long long)errno : (long long)status.st_blocks * 512;
+}
+
+/* Each path of a list is renamed to that of a second one, or it is asked what it occupies; errors are negative. */
+static PyObject *of_paths(PyObject *module, PyObject *arguments)
+{
+    PyObject *lists[2] = {NULL, NULL}, *held[2] = {NULL, NULL}, *outcome = NULL;
+    const char **paths[2] = {NULL, NULL};
+    long long *values;
+    Py_ssize_t count;
+
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "O!|O!", &PyList_Type, &lists[0], &PyList_Type, &lists[1]))
+        return NULL;
+    count = PyList_Size(lists[0]);
+    if (!(values = PyMem_Calloc((size_t)count + 1, sizeof *values)))
+        return PyErr_NoMemory();
+    for (int i = 0; i < 2 && lists[i]; i++)
+        if (!(paths[i] = paths_of(lists[i], count, &held[i])))
+            goto end;
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (paths[1])
+            values[i] = rename(paths[0][i], paths[1][i]) < 0 ? -errno : 0;
+        else
+            values[i] = occupied(paths[0][i]);
+    Py_END_ALLOW_THREADS
+    outcome = PyList_New(count);
+    for (Py_ssize_t i = 0; outcome && i < count; i++)
+        if (PyList_SetItem(outcome, i, PyLong_FromLongLong(values[i])) < 0)
+            Py_CLEAR(outcome);
+end:
+    PyMem_Free(values);
+    for (int i = 0; i < 2; i++) {
+        PyMem_Free(paths[i]);
+        Py_XDECREF(held[i]);
+    }
+    return outcome;
+}
+
+/* Locks single bytes of a file, in their order, up to one that somebody has; how many. */
+static PyObject *lock_all(PyObject *module, PyObject *arguments)
+{
+    PyObject *list;
+    long long *offsets;
+    Py_ssize_t count, done;
+    int fd, error = 0;
+
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "iO!", &fd, &PyList_Type, &list))
+        return NULL;
+    count = PyList_Size(list);
+    if (!(offsets = PyMem_Calloc((size_t)count + 1, sizeof *offsets)))
+        return PyErr_NoMemory();
+    for (done = 0; done < count && !PyErr_Occurred(); done++)
+        offsets[done] = PyLong_AsLongLong(PyList_GetItem(list, done));
+    if (!PyErr_Occurred()) {
+        Py_BEGIN_ALLOW_THREADS
+        for (done = 0; done < count; done++) {
+            struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = offsets[done], .l_len = 1};
+            if (fcntl(fd, F_OFD_SETLK, &lock) < 0) {
+                error = errno;
+                break;
+            }
+        }
+        Py_END_ALLOW_THREADS
+    }
+    PyMem_Free(offsets);
+    if (error && error != EAGAIN && error != EACCES) {
+        errno = error;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    return PyErr_Occurred() ? NULL : PyLong_FromSsize_t(done);
+}
+
+static PyMethodDef methods[] = {
+    {"move", move, METH_VARARGS, "See calls.move_in_python."},
+    {"of_paths", of_paths, METH_VARARGS, "See calls.of_paths_in_python."},
+    {"lock_all", lock_all, METH_VARARGS, "See calls.lock_all_in_python."},
+    {NULL, NULL, 0, NULL},
+};
 
 static int fill(PyObject *module)
 {

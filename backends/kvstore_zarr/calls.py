@@ -3,6 +3,8 @@
     read     open, flock (shared, without waiting), fstat, preadv, unlock, close
     write    open, pwritev, fsync if that is asked for, fstat, unlock, close
 
+And what the blocks of a job ask of it together: to be renamed, what their folders occupy, the locks of their names.
+
 Each call that Python makes of the system lets go of the GIL and has to get it back, which among sixteen threads costs
 more than the call; `_calls.c` lets go of it once. Where that is not there (no C compiler at the installation) plain
 Python does the same; `KVSTORE_CALLS=python` asks for it. A block that moves in parts is opened with the first and
@@ -15,13 +17,15 @@ import errno
 import fcntl
 import importlib
 import os
+import struct
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore_zarr.compiling import SOURCE, digest_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -30,12 +34,27 @@ if TYPE_CHECKING:
     Piece: TypeAlias = NDArray[np.uint8] | None
     Move: TypeAlias = Callable[[bool, int, str, int, int, int, Piece, Piece, int], Outcome]
 
-__all__ = ["SIZE_DIFFERS", "TOO_SHORT", "BlockFile", "Step", "Then", "how", "move", "move_in_python"]
+__all__ = [
+    "PYTHON",
+    "SIZE_DIFFERS",
+    "TOO_SHORT",
+    "BlockFile",
+    "Calls",
+    "Step",
+    "Then",
+    "how",
+    "lock_all",
+    "made_by",
+    "occupied_all",
+    "rename_all",
+    "unlock",
+]
 
 SIZE_DIFFERS = errno.EBADMSG
 """What `Step.EXPECT` fails with, where the file has another size."""
 TOO_SHORT = errno.ENODATA
 """What `Step.MOVE` fails with, where the file ends before."""
+_FLOCK = struct.Struct("hhqqi0q")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 _ONE_BY_ONE = "system calls one by one, from Python"
 
 
@@ -90,7 +109,7 @@ class BlockFile:
 
     def _move(self, writing: bool, offset: int, body: NDArray[np.uint8], closing: Piece, then: Then) -> None:
         seen = self.fd < 0 or writing
-        outcome = move(writing, self.fd, self.path, self._flags, self._number, offset, body, closing, then)
+        outcome = made_by.move(writing, self.fd, self.path, self._flags, self._number, offset, body, closing, then)
         self.error, self.step, self.fd = outcome[:3]
         if seen:
             self.mode, self.occupied, self.inode = outcome[3:]
@@ -100,10 +119,37 @@ class BlockFile:
         return OSError(self.error, os.strerror(self.error), self.path)
 
 
-def move_in_python(
+def rename_all(paths: Sequence[str], targets: Sequence[str]) -> list[int]:
+    """Rename each of `paths` to that of `targets` which stands in its place; the errno of each, or 0."""
+    return [-value for value in made_by.of_paths(list(paths), list(targets))]
+
+
+def occupied_all(paths: Sequence[str]) -> list[int]:
+    """What the device says that each path occupies, in bytes; 0 where there is none. Raises OSError."""
+    values = made_by.of_paths(list(paths))
+    for number, value in enumerate(values):
+        if value == -errno.ENOENT:
+            values[number] = 0
+        elif value < 0:
+            raise OSError(-value, os.strerror(-value), paths[number])
+    return values
+
+
+def lock_all(fd: int, offsets: Sequence[int]) -> int:
+    """Lock single bytes of an open file, in their order, for whoever has it open: how many, up to one that is locked
+    already. Nobody is waited for. Raises OSError where the file system has no such locks.
+    """
+    return made_by.lock_all(fd, list(offsets))
+
+
+def unlock(fd: int) -> None:
+    """Let go of all that `lock_all` locked, whoever else has the file open by the same opening."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
+
+
+def _move(
     writing: bool, fd: int, path: str, flags: int, number: int, offset: int, body: Piece, closing: Piece, then: int
 ) -> Outcome:
-    """Move a part of a block: errno, step, descriptor, mode, bytes occupied and inode, as of `BlockFile`."""
     step, mode, occupied, inode = Step.OPEN, 0, 0, 0
     try:
         if fd < 0:
@@ -147,17 +193,56 @@ def _transfer(writing: bool, fd: int, offset: int, left: list[memoryview]) -> No
             left[0] = left[0][moved:]
 
 
-def _choose() -> tuple[Move, str]:
+def _of_paths(paths: list[str], targets: list[str] | None = None) -> list[int]:
+    """What each path occupies, in bytes, or that it was renamed to its target (0); an errno is negative."""
+    values = [0] * len(paths)
+    for number, path in enumerate(paths):
+        try:
+            if targets is None:
+                values[number] = os.lstat(path).st_blocks * 512
+            else:
+                os.rename(path, targets[number])  # noqa: PTH104 - a string, as everywhere here
+        except OSError as failure:
+            values[number] = -(failure.errno or errno.EIO)
+    return values
+
+
+def _lock_all(fd: int, offsets: list[int]) -> int:
+    for number, offset in enumerate(offsets):
+        try:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0))
+        except (BlockingIOError, PermissionError):
+            return number
+    return len(offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Who makes the calls."""
+
+    move: Move
+    """A part of a block between memory and its file: errno, step, descriptor, mode, bytes occupied and inode, as of
+    `BlockFile`.
+    """
+    of_paths: Callable[..., list[int]]
+    lock_all: Callable[[int, list[int]], int]
+
+
+PYTHON = Calls(_move, _of_paths, _lock_all)
+"""One by one, from Python."""
+
+
+def _choose() -> tuple[Calls, str]:
     if os.environ.get("KVSTORE_CALLS") == "python":
-        return move_in_python, f"{_ONE_BY_ONE} (KVSTORE_CALLS=python)"
+        return PYTHON, f"{_ONE_BY_ONE} (KVSTORE_CALLS=python)"
     try:
         extension = importlib.import_module("kvstore_zarr._calls")
         if digest_of(SOURCE.read_bytes()) != extension.SOURCE:
-            return move_in_python, f"{_ONE_BY_ONE} ({extension.__file__} was compiled from other source)"
-        return cast("Move", extension.move), "a block's system calls in one, from C"
+            return PYTHON, f"{_ONE_BY_ONE} ({extension.__file__} was compiled from other source)"
+        return Calls(extension.move, extension.of_paths, extension.lock_all), "a block's system calls in one, from C"
     except (ImportError, OSError, AttributeError):
-        return move_in_python, f"{_ONE_BY_ONE} (installed without a C compiler)"
+        return PYTHON, f"{_ONE_BY_ONE} (installed without a C compiler)"
 
 
-move, how = _choose()
-"""What moves blocks, where a test may put `move_in_python`; and what that is, in words."""
+made_by, how = _choose()
+"""What moves blocks, where a test may put `PYTHON`; and what that is, in words."""

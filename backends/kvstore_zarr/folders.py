@@ -17,6 +17,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvstore.files import make_folder, open_file, replace_file, sync_folder
+from kvstore_zarr.calls import occupied_all
 from kvstore_zarr.format import PAGE
 from kvstore_zarr.metadata import METADATA_NAME
 
@@ -161,8 +162,9 @@ class Folders:
             above = (space, f"{space}/{group}", folder)
             documents = (f"{path}/{METADATA_NAME}" for path in above)
             paths.update((".", self._drafts), above, (path for path in documents if path not in self._counted))
-        sizes = {path: occupied(f"{self._root}/{path}") for path in paths}
-        return {path: nbytes for path, nbytes in sizes.items() if nbytes > self._counted.get(path, -1)}
+        order = list(paths)
+        sizes = zip(order, occupied_all([f"{self._root}/{path}" for path in order]), strict=True)
+        return {path: nbytes for path, nbytes in sizes if nbytes > self._counted.get(path, -1)}
 
     def measure_all(self) -> dict[str, int]:
         """What every directory and document in the tree occupies, by a walk: for a rebuild, and a new store."""

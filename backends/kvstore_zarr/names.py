@@ -11,15 +11,14 @@ names collide about never, a killed process lets go, and no inode of a block is 
 
 from __future__ import annotations
 
-import fcntl
 import os
-import struct
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvstore.errors import TierUnavailable
 from kvstore.files import permit
+from kvstore_zarr.calls import lock_all, unlock
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["NameLocks"]
 
-_FLOCK = struct.Struct("hhqqi0q")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 _OFFSETS = (1 << 63) - 2
 
 PATIENCE_S = 5.0
@@ -53,23 +51,17 @@ class NameLocks:
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._mode)
         try:
             permit(fd, self._mode)
-            for offset in sorted({int.from_bytes(address[-8:], "big") % _OFFSETS for address in addresses}):
-                self._lock(fd, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0), deadline)
+            offsets = sorted({int.from_bytes(address[-8:], "big") % _OFFSETS for address in addresses})
+            self._lock(fd, offsets, deadline)
             yield
         finally:
             # Said aloud, not left to close: a child forked meanwhile has the same open file.
-            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
+            unlock(fd)
             os.close(fd)
 
-    def _lock(self, fd: int, wanted: bytes, deadline: float) -> None:
+    def _lock(self, fd: int, offsets: list[int], deadline: float) -> None:
         pause = 5e-5
-        while True:
-            try:
-                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, wanted)
-            except (BlockingIOError, PermissionError):
-                pass
-            else:
-                return
+        while offsets := offsets[lock_all(fd, offsets) :]:
             if time.monotonic() > deadline:
                 raise TierUnavailable(
                     f"{self._path}: somebody has kept the name of a block for {PATIENCE_S:.0f} s: a process that is"

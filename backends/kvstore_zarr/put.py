@@ -27,6 +27,7 @@ from kvstore.files import sync_folder
 from kvstore.retention import now_ns
 from kvstore.types import BlockWrite, PutOutcome
 from kvstore_zarr import eviction, steps
+from kvstore_zarr.calls import rename_all
 from kvstore_zarr.descriptors import descriptors
 from kvstore_zarr.format import PAGE, BlockFacts
 from kvstore_zarr.intents import Undertaking, reclaim_if_due
@@ -366,8 +367,9 @@ class PutJob:
                 present = snapshot.contains(addresses)
                 buried = snapshot.tombs.buried(addresses)  # a purge lays them under the names' locks
             for block, there in zip(written, present, strict=True):
-                lost = PutOutcome.EXISTS if there else PutOutcome.REFUSED if block.address in buried else None
-                self._put_in_place(block, lost)
+                if there or block.address in buried:
+                    self._give_up(block, PutOutcome.EXISTS if there else PutOutcome.REFUSED)
+            self._put_in_place([block for block in written if block.outcome is None])
             mine = [block for block in written if block.outcome is None]
             if tier.durable:
                 for folder in {os.path.dirname(block.path) for block in mine}:
@@ -385,22 +387,27 @@ class PutJob:
             tier.recorded.add(self._tree.namespace.fingerprint)
         steps.checkpoint("published")
 
-    def _put_in_place(self, block: _Block, lost: PutOutcome | None) -> None:
-        if lost is not None:
-            if lost is PutOutcome.REFUSED:
-                overwrite(block.draft)
-            erase(block.draft)
-            block.outcome = lost
-            return
-        try:
+    @staticmethod
+    def _give_up(block: _Block, lost: PutOutcome) -> None:
+        if lost is PutOutcome.REFUSED:
+            overwrite(block.draft)
+        erase(block.draft)
+        block.outcome = lost
+
+    @staticmethod
+    def _put_in_place(blocks: Sequence[_Block]) -> None:
+        errors = rename_all([block.draft for block in blocks], [block.path for block in blocks])
+        for block, error in zip(blocks, errors, strict=True):
+            if not error:
+                continue
             try:
-                os.rename(block.draft, block.path)
-            except IsADirectoryError:
+                if error != errno.EISDIR:
+                    raise OSError(error, os.strerror(error), block.path)
                 erase(block.path)
                 os.rename(block.draft, block.path)
-        except OSError as error:
-            erase(block.draft)
-            block.outcome = _outcome_of(error)
+            except OSError as failure:
+                erase(block.draft)
+                block.outcome = _outcome_of(failure)
 
 
 def _admitted(wanted: Sequence[_Block], freed: int, room: int | None) -> list[_Block]:

@@ -258,7 +258,7 @@ def test_a_file_that_a_put_took_over_while_it_was_being_opened_is_looked_at_agai
             return fd
 
         os_open = os.open
-        monkeypatch.setattr(calls, "move", calls.move_in_python)
+        monkeypatch.setattr(calls, "made_by", calls.PYTHON)
         monkeypatch.setattr(os, "open", overtaken)
         assert get(store, [0], SMALL) == [GetOutcome.HIT]
         assert len(opened) == 2

@@ -81,7 +81,7 @@ def die_around(url: str, verb: str, call: str, times: int, after: bool) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
-    calls.move = calls.move_in_python
+    calls.made_by = calls.PYTHON
     with open_store(url, capacity=CAPACITY) as store:
         setattr(os, call, fatal)
         if verb == "put":

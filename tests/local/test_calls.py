@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_zarr import calls, compiling
-from kvstore_zarr.calls import SIZE_DIFFERS, TOO_SHORT, BlockFile, Step, Then, move_in_python
+from kvstore_zarr.calls import PYTHON, SIZE_DIFFERS, TOO_SHORT, BlockFile, Step, Then
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -174,10 +174,10 @@ def test_a_full_device_and_a_lack_of_descriptors_are_told(path: Path) -> None:
     sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=2), then=st.sampled_from(Then), is_open=st.booleans(),
 )  # fmt: skip
 def test_c_and_python_come_to_the_same(tmp_path_factory: pytest.TempPathFactory, **case: Any) -> None:
-    if calls.move is move_in_python:
+    if calls.made_by is PYTHON:
         return  # once is enough
-    assert came_to(tmp_path_factory.mktemp("c"), calls.move, **case) == came_to(
-        tmp_path_factory.mktemp("python"), move_in_python, **case
+    assert came_to(tmp_path_factory.mktemp("c"), calls.made_by.move, **case) == came_to(
+        tmp_path_factory.mktemp("python"), PYTHON.move, **case
     )
 
 
@@ -203,6 +203,47 @@ def came_to(
     ]  # fmt: skip
 
 
+# Of the blocks of a job together
+
+
+def test_each_file_is_renamed_or_told_why_not(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / name).write_text(name)
+    (tmp_path / "folder").mkdir()
+    names = [("a", "ümlaut"), ("none", "x"), ("b", "folder"), ("c", "none/c"), ("c", "ümlaut")]
+    errors = calls.rename_all(*([str(tmp_path / name) for name in side] for side in zip(*names, strict=True)))
+    assert errors == [0, errno.ENOENT, errno.EISDIR, errno.ENOENT, 0]
+    assert {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()} == {"b": "b", "ümlaut": "c"}
+    assert calls.rename_all([], []) == []
+
+
+def test_what_files_and_folders_occupy_is_what_the_device_says(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(filled(50_000))
+    (tmp_path / "link").symlink_to("file")
+    paths = [tmp_path, tmp_path / "file", tmp_path / "link"]
+    expected = [path.lstat().st_blocks * 512 for path in paths]
+    assert calls.occupied_all([*map(str, paths), str(tmp_path / "none")]) == [*expected, 0]
+    with pytest.raises(NotADirectoryError, match="file/x"):
+        calls.occupied_all([str(tmp_path / "file/x")])
+
+
+def test_bytes_are_locked_up_to_one_that_somebody_has(tmp_path: Path) -> None:
+    first, second = (os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT) for _ in range(2))
+    last = (1 << 63) - 3
+    assert calls.lock_all(first, [7, last]) == 2
+    assert calls.lock_all(second, [5, 6, 7, 8]) == 2
+    assert calls.lock_all(first, [8]) == 1  # after the one that it did not have, nothing was locked
+    assert calls.lock_all(first, [6]) == 0
+    assert calls.lock_all(second, [last]) == 0
+    calls.unlock(first)
+    assert calls.lock_all(second, [7, last]) == 2
+    assert calls.lock_all(second, []) == 0
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        calls.lock_all(-1, [1])
+    for fd in (first, second):
+        os.close(fd)
+
+
 # Which of them
 
 
@@ -213,8 +254,8 @@ def test_an_extension_of_this_source_is_used_unless_it_is_not_wanted(
     chosen(tmp_path, monkeypatch, "-Werror")
     assert "from C" in calls._choose()[1]
     monkeypatch.setenv("KVSTORE_CALLS", "python")
-    move, how = calls._choose()
-    assert move is move_in_python
+    made_by, how = calls._choose()
+    assert made_by is PYTHON
     assert "KVSTORE_CALLS=python" in how
 
 
@@ -223,8 +264,8 @@ def test_an_extension_of_other_source_is_not_used(tmp_path: Path, monkeypatch: p
     other = tmp_path / "other.c"
     other.write_bytes(compiling.SOURCE.read_bytes() + b"\n")
     chosen(tmp_path, monkeypatch, source=other)
-    move, how = calls._choose()
-    assert move is move_in_python
+    made_by, how = calls._choose()
+    assert made_by is PYTHON
     assert "other source" in how
 
 
@@ -250,8 +291,8 @@ def test_without_a_compiler_there_is_no_extension_and_python_does_it(
     assert list(tmp_path.iterdir()) == []
     monkeypatch.delenv("KVSTORE_CALLS", raising=False)
     monkeypatch.setitem(sys.modules, "kvstore_zarr._calls", None)  # as one that cannot be imported
-    move, how = calls._choose()
-    assert move is move_in_python
+    made_by, how = calls._choose()
+    assert made_by is PYTHON
     assert "without a C compiler" in how
 
 
@@ -282,9 +323,28 @@ for _ in range(50):
             pass
         else:
             raise AssertionError(bad)
+fd, own = os.open(path, os.O_RDWR), path + "3"
+os.link(path, own)
+paths, targets = [own, path + "1", path + "0"], [path + "0", path + "2", own]
+many = [(module.of_paths, (paths, targets)), (module.of_paths, (paths,)), (module.lock_all, (fd, [5, 900]))]
+for bad in ((paths, targets[:1]), ([5],), ([own, "\\0"],), (paths, [own, 5, own]), (own,), ()):
+    many.append((module.of_paths, bad))
+many += [(module.lock_all, (fd, [1, own])), (module.lock_all, (fd, [1 << 63])), (module.lock_all, (fd, None))]
+outcomes = []
+def all_of_them():
+    outcomes.clear()
+    for call, arguments in many:
+        try:
+            outcomes.append(call(*arguments))
+        except (TypeError, ValueError, OverflowError, IndexError) as error:
+            outcomes.append(type(error).__name__)
+all_of_them()
+assert outcomes[0] == [0, -errno.ENOENT, 0] and outcomes[2] == 2, outcomes
+assert all(isinstance(outcome, str) for outcome in outcomes[3:]), outcomes
 bad, before = None, sys.getallocatedblocks()
 for _ in range(1000):
     move(True, -1, path + "/x", new, 0o600, 0, first, None, 1)
+    all_of_them()
 assert sys.getallocatedblocks() < before + 100
 assert [sys.getrefcount(held) for held in (path, first, second)] == references
 first.clear(), second.clear()  # which nobody has a buffer of
@@ -293,7 +353,7 @@ first.clear(), second.clear()  # which nobody has a buffer of
 
 @NEEDS_COMPILER
 def test_the_sanitizers_find_nothing(tmp_path: Path) -> None:
-    if calls.move is move_in_python:
+    if calls.made_by is PYTHON:
         return  # once is enough
     extension = tmp_path / "_calls.abi3.so"
     if compiling.compile_extension(extension, "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"):
