@@ -239,7 +239,7 @@ def test_bytes_are_locked_up_to_one_that_somebody_has(tmp_path: Path) -> None:
     assert calls.lock_all(second, [7, last]) == 2
     assert calls.lock_all(second, []) == 0
     with pytest.raises(OSError, match="Bad file descriptor"):
-        calls.lock_all(-1, [1])
+        calls.lock_all(1 << 20, [1])
     for fd in (first, second):
         os.close(fd)
 
