@@ -16,7 +16,8 @@ from purge_helpers import found, machine
 import kvstore
 from kvstore import GetOutcome, Mark, PutOutcome
 from kvstore.cli import EXIT_NOT_INTACT, EXIT_OK, EXIT_USAGE, run
-from kvstore.purging import Keys, Request, _Purge, purge  # pyright: ignore[reportPrivateUsage]
+from kvstore.purging import Keys, Request, purge
+from kvstore.purging.removing import TierPurge
 from kvstore.testing.clock import MovableClock, movable_clock
 from kvstore.testing.supply import SPACE, get, held, key, keys, write, writes
 
@@ -254,7 +255,7 @@ def test_a_purge_that_ended_once_it_had_destroyed_the_keys_is_ended_by_the_same_
     shared_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("kvstore.purging._Purge.run", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("kvstore.purging.removing.TierPurge.run", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             purge([shared_url], Request(tenant="acme"), dry_run=False)
     (tier,) = purge([shared_url], Request(tenant="acme"), dry_run=False).tiers
@@ -269,13 +270,13 @@ def test_what_an_engine_stores_again_under_the_tenants_new_key_goes_as_well(
     with kvstore.open_store(shared_url) as engine:
         assert engine.put_many(SPACE, [write(5, tenant="zeta")]) == [EXISTS]
         vars(engine)["_tier"].graves.seen_s = 60.0  # it has looked for tombstones, and does not know of those that come
-        settle = vars(_Purge)["_settle"]
+        settle = vars(TierPurge)["_settle"]
 
         def stored_again(self: Any, *args: Any) -> None:
             assert engine.put_many(SPACE, [write(1, tenant="acme")]) == [STORED]
             settle(self, *args)
 
-        monkeypatch.setattr(_Purge, "_settle", stored_again)
+        monkeypatch.setattr(TierPurge, "_settle", stored_again)
         (tier,) = purge([shared_url], Request(tenant="acme"), dry_run=False).tiers
         assert (tier.blocks, tier.complete) == (5, True)
         assert held(engine) == {key(4), key(5)}
@@ -284,13 +285,13 @@ def test_what_an_engine_stores_again_under_the_tenants_new_key_goes_as_well(
 def test_what_a_tenant_stores_after_a_purge_has_ended_the_receipt_counts(
     shared_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settle = vars(_Purge)["_settle"]
+    settle = vars(TierPurge)["_settle"]
 
     def stored_since(self: Any, *args: Any) -> None:
         settle(self, *args)
         assert self.store.put_many(SPACE, [write(9, tenant="acme")]) == [STORED]
 
-    monkeypatch.setattr(_Purge, "_settle", stored_since)
+    monkeypatch.setattr(TierPurge, "_settle", stored_since)
     (tier,) = purge([shared_url], Request(tenant="acme"), dry_run=False).tiers
     assert (tier.blocks, tier.left, tier.stored_since) == (4, 0, 1)
 
