@@ -92,6 +92,14 @@ def until(manager: TieringManager, condition: Callable[[], T | None], timeout: f
     return result
 
 
+def wait_for(condition: Callable[[], object], timeout: float = PATIENCE) -> None:
+    """Until it is so, by whatever somebody else does."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout} s"
+        time.sleep(0.005)
+
+
 @contextlib.contextmanager
 def managed(*tiers: Any, space: Namespace = SPACE, **options: Any) -> Iterator[TieringManager]:
     """A manager that is checked when the test is through with it: nothing pinned, nothing forgotten, right bytes."""

@@ -7,7 +7,8 @@ call and in memory that both have mapped; no payload goes through a socket.
 Where to look:
 
     store.py     `StoreApart`: a `BlockStore` whose verbs are messages
-    link.py      the process: started, asked, listened to, started again
+    link.py      its owner: it is started, asked, listened to, started again
+    process.py   the process itself
     serving.py   what runs in it
     messages.py  what goes to and fro
     memory.py    memory that two processes can have mapped, and where it lies in each

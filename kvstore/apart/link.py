@@ -14,12 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import logging
 import os
 import socket
-import subprocess
-import sys
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -28,10 +25,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.apart.memory import Lent
 from kvstore.apart.messages import Frames, frame
+from kvstore.apart.process import OPEN, launched, opened, put_down, received
 from kvstore.background import Bell
-from kvstore.errors import StoreClosedError, StoreOpenError, TierUnavailable
+from kvstore.errors import StoreClosedError, TierUnavailable
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Callable
 
     import numpy as np
@@ -48,19 +47,10 @@ __all__ = ["Answer", "Link"]
 
 log = logging.getLogger(__name__)
 
-OPEN = 0
-"""The ticket of what a process does first."""
-END_S = 2.0
-"""Seconds that a process is given to end, once it should or was killed."""
 TOGETHER_BYTES = 1 << 14
-_RECEIVED_BYTES = 1 << 16
 _send = ctypes.PyDLL(None, use_errno=True).send
 _send.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
 _send.restype = ctypes.c_ssize_t
-_START = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[3]); from kvstore.apart.serving import serve;"
-    " serve(int(sys.argv[1]), int(sys.argv[2]))"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +115,8 @@ class Link:
         self._frames = Frames()
         self._ended = False
         self._start()
-        for work, name in ((self._listen, "link"), (self._send_on, "sender")):
-            threading.Thread(target=work, name=f"kvstore-{url.scheme}-{name}", daemon=True).start()
+        self._listener = self._thread(self._listen, "link")
+        self._thread(self._send_on, "sender")
 
     @property
     def process(self) -> int | None:
@@ -176,7 +166,9 @@ class Link:
             raise StoreClosedError(f"{self.shown} was closed: open it again")
 
     def send(self) -> None:
-        """Send what was begun. What the thread that listens begins, it sends."""
+        """Send what was begun. What the thread that listens begins, it sends. In a forked child nothing happens."""
+        if self._owner != os.getpid():
+            return
         if self._wire is None:
             self._wanted.ring()
         while self._outbox and self._wire is not None and self._sending.acquire(blocking=False):
@@ -188,8 +180,10 @@ class Link:
                 self._sending.release()
 
     def later(self, work: Callable[[], object]) -> bool:
-        """Have `work` done by the sender. False after `end`, when there is none: then it is not done."""
-        if self._ended:
+        """Have `work` done by the sender. False after `end` and in a forked child, which have none: then it is not
+        done.
+        """
+        if self._ended or self._owner != os.getpid():
             return False
         self._later.append(work)
         self._stuffed.ring()
@@ -214,15 +208,16 @@ class Link:
                 wire.shutdown(socket.SHUT_WR)
 
     def ended(self, timeout: float) -> bool:
-        """After `end`: wait for it; False if it is still there, in a call that the kernel does not let go of."""
-        process = self._process
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            if process is not None:
-                process.wait(timeout)
-            self._process = None
-            self.lent.clear()
-            return True
-        return False
+        """After `end`: wait until it has, and everybody was told; False if it is still there after `timeout` seconds,
+        in a call that the kernel does not let go of.
+        """
+        self._listener.join(timeout)
+        return not self._listener.is_alive()
+
+    def _thread(self, work: Callable[[], None], name: str) -> threading.Thread:
+        thread = threading.Thread(target=work, name=f"kvstore-{self._url.scheme}-{name}", daemon=True)
+        thread.start()
+        return thread
 
     # Sending.
 
@@ -281,9 +276,10 @@ class Link:
         except BaseException:  # nobody would ever be told anything again
             self._give_up()
             wire = self._wire
-            while wire is not None and _received(wire):
+            while wire is not None and received(wire):
                 pass  # until it has ended: it may still write
         self._lost()
+        self.lent.clear()
 
     def _give_up(self) -> None:
         log.exception("%s: its I/O process is ended", self.shown)
@@ -298,16 +294,17 @@ class Link:
                 self._wanted.wait()
                 if self._asked and not self._ended:
                     self._restart()
+                    self.send()
                 continue
-            received = _received(wire)
-            for ticket, value, error in self._frames.add(received):
+            came = received(wire)
+            for ticket, value, error in self._frames.add(came):
                 done = self._asked.pop(ticket, None)
                 if done is not None:
                     done(value, error)
                 del done, value, error  # an idle thread keeps no buffer alive
-            self.send()
-            if not received:
+            if not came:
                 self._lost()
+            self.send()
 
     def _lost(self) -> None:
         """The process has ended: none of its calls has an answer, and nothing of it touches any memory."""
@@ -318,13 +315,11 @@ class Link:
         self._frames = Frames()
         process = self._process
         if process is not None:
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_S)
-        if process is not None and not self._ended:
-            log.warning("%s: its I/O process %d ended (exit status %s)", self.shown, process.pid, process.returncode)
-            self._process = None
+            status = put_down(process)
+            if not self._ended:
+                log.warning("%s: its I/O process %d ended (exit status %s)", self.shown, process.pid, status)
         self._fail("was closed" if self._ended else "lost its I/O process; the next call starts another")
+        self._process = None  # last: a call of whoever finds that is not one of those that failed
 
     def _restart(self) -> None:
         try:
@@ -336,8 +331,6 @@ class Link:
             self._fail(f": its I/O process cannot be started again: {error}")
             return
         self.restarts += 1
-        if not self._ended:
-            self.send()
 
     def _fail(self, why: str) -> None:
         """Tell all that have asked, and see to it that what they asked for is never done: their memory is somebody
@@ -353,52 +346,32 @@ class Link:
                 while True:
                     told.append(self._asked.popitem()[1])
         for done in told:
-            done(None, TierUnavailable(f"{self.shown} {why}"))
+            try:
+                done(None, TierUnavailable(f"{self.shown} {why}"))
+            except BaseException:  # the others are told all the same
+                log.exception("%s: who was told that it %s failed", self.shown, why)
 
     # Starting.
 
     def _start(self) -> None:
         """A process that has opened the store, with all that was said to the last one."""
         wire, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            arguments = [str(theirs.fileno()), str(os.getpid()), json.dumps(sys.path)]
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _START, *arguments],  # -P: imports nothing of the working directory
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-            )
-        self._process = process
-        if self._ended:  # just now, and without knowing of this one
-            process.kill()
+        process: subprocess.Popen[bytes] | None = None
         try:
-            self.about = self._opened(wire, process)
+            self._process = process = launched(theirs, self._url)
+            if self._ended:  # just now, and without knowing of this one
+                process.kill()
+            self.about = opened(wire, process, self._url)
         except BaseException:
             wire.close()
-            process.kill()
-            process.wait()
             self._process = None
+            if process is not None:
+                put_down(process)
             raise
         with self._naming, self._sending:
             names = [_Message(frame(("name", number, space))) for space, number in self._namespaces.items()]
             self._outbox.extendleft([*names, *map(_lending, self.lent)])
             self._wire, self._frames = wire, Frames()
-
-    def _opened(self, wire: socket.socket, process: subprocess.Popen[bytes]) -> tuple[TierURL, Capabilities]:
-        with contextlib.suppress(OSError):  # it has ended: said below
-            wire.sendall(frame(("open", self._url)))
-        frames = Frames()
-        while received := _received(wire):
-            for _, about, error in frames.add(received):
-                if error is not None:
-                    raise error
-                opened: tuple[TierURL, Capabilities] = about
-                return opened
-        process.kill()
-        raise StoreOpenError(
-            f"{self.shown}: its I/O process ended before it had opened the store (exit status {process.wait()});"
-            " what it printed says why"
-        )
 
 
 def _sent_at_once(wire: socket.socket, data: bytes) -> int:
@@ -410,13 +383,6 @@ def _sent_at_once(wire: socket.socket, data: bytes) -> int:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))  # BlockingIOError where that is what it is
     return went
-
-
-def _received(wire: socket.socket) -> bytes:
-    try:
-        return wire.recv(_RECEIVED_BYTES)
-    except OSError:  # reset by a process that died with something unread
-        return b""
 
 
 def _lending(region: Region, ticket: int = OPEN) -> _Message:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
 from kvstore.abc import REFUSE_S, BlockStore
-from kvstore.apart.link import END_S, Answer, Link
+from kvstore.apart.link import Answer, Link
 from kvstore.apart.messages import KEYS, READS, SCANS, WRITES, keys, places, reads, writes
+from kvstore.apart.process import END_S
 from kvstore.apart.serving import SCAN_CHUNK
 from kvstore.errors import StoreClosedError
 from kvstore.inuse import InUse
@@ -105,7 +106,12 @@ class StoreApart(BlockStore):
         message, deliver = self._message(verb, arguments)
 
         def told(value: Any, error: BaseException | None) -> None:
-            done(value if error is not None else deliver(value), error)
+            if error is None:
+                try:
+                    value = deliver(value)
+                except BaseException as raised:  # of an answer that is none: whoever waits has to be told
+                    error = raised
+            done(value, error)
 
         self._link.begin(verb, message, {}, told)
 
@@ -126,8 +132,17 @@ class StoreApart(BlockStore):
             answered = Answer()
             self._link.begin(verb, message, options, answered)
             self._link.send()
+            self._wait(answered)
             answer: T = deliver(answered.value())  # here: no other thread holds a buffer once the caller goes on
             return answer
+
+    def _wait(self, answered: Answer) -> None:
+        try:
+            answered.wait()
+        except BaseException:  # Ctrl-C: who goes on now has its buffers back
+            if not answered.wait(CLOSE_S):
+                self.abandon()
+            raise
 
     def _message(self, verb: str, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], Callable[[Any], Any]]:
         """The arguments as they are sent, and what makes of the answer what the verb returns."""
@@ -193,10 +208,13 @@ class StoreApart(BlockStore):
 
     def _scanned(self, verb: str, *arguments: Any) -> Iterator[BlockInfo]:
         with self._in_use:  # at once, like any verb
-            return self._went_on(self._ask(verb, *arguments))
+            scan = self._went_on(self._ask(verb, *arguments))
+            next(scan)  # one that was never begun would not be dropped there
+            return cast("Iterator[BlockInfo]", scan)
 
-    def _went_on(self, scan: int) -> Iterator[BlockInfo]:
+    def _went_on(self, scan: int) -> Iterator[BlockInfo | None]:
         try:
+            yield None
             while True:
                 some: list[BlockInfo] = self._ask("next", scan)
                 yield from some

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from tiering_helpers import BLOCK, PATIENCE, SPACE, content
+from tiering_helpers import BLOCK, SPACE, content
 
 from kvstore import BlockRead, BlockWrite
 from kvstore.apart import shared_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -57,10 +56,3 @@ def alive(process: int) -> bool:
 def descriptors() -> int:
     """How many this process has open."""
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - only counted
-
-
-def wait_for(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.005)

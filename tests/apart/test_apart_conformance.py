@@ -21,6 +21,7 @@ from kvstore.url import TierURL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from kvstore import BlockStore
     from kvstore.testing.clock import MovableClock
@@ -60,6 +61,22 @@ class TestBlocksApart(Apart, BlockTests):
         for space in opened.namespaces():
             opened.drop_namespace(space)
         return opened
+
+
+class TestLifetimeApart(Apart):
+    """What a process of its own has most to do with, on one backend."""
+
+    test_a_closed_store_refuses_every_verb_and_closes_twice = (
+        LifetimeTests.test_a_closed_store_refuses_every_verb_and_closes_twice
+    )
+    test_a_closed_store_leaves_no_descriptor_open = LifetimeTests.test_a_closed_store_leaves_no_descriptor_open
+    test_a_forked_child_is_refused_and_the_parent_goes_on = (
+        LifetimeTests.test_a_forked_child_is_refused_and_the_parent_goes_on
+    )
+
+    @pytest.fixture
+    def url(self, tmp_path: Path) -> str:
+        return f"file://{tmp_path}/tier"
 
 
 @pytest.mark.soak

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import inspect
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,14 +16,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from apart_helpers import alive, process_of, put, rows, wait_for
-from tiering_helpers import PATIENCE, PROMPT, SPACE, content
+from apart_helpers import alive, descriptors, process_of, put, rows
+from tiering_helpers import PATIENCE, PROMPT, SPACE, content, keys, wait_for
 
-from kvstore import BlockKey, BlockStore, BlockWrite, PutOutcome
+from kvstore import BlockKey, BlockRead, BlockStore, BlockWrite, PutOutcome
 from kvstore.apart import StoreApart
 from kvstore.apart.link import Answer
 from kvstore.background import NICENESS
-from kvstore.errors import StoreClosedError, TierUnavailable
+from kvstore.errors import StoreClosedError, StoreOpenError, TierUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,6 +35,13 @@ EIGHT = PROMPT[:8]
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[StoreApart]:
     with StoreApart(f"file://{tmp_path}/tier") as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreApart]:
+    """One process for the tests that do not end it."""
+    with StoreApart(f"file://{tmp_path_factory.mktemp('lasting')}/tier") as opened:
         yield opened
 
 
@@ -56,27 +66,27 @@ def test_nothing_of_the_working_directory_is_imported(tmp_path: Path, monkeypatc
     StoreApart("memory://x").close()
 
 
-def test_it_yields_to_its_owner(store: StoreApart) -> None:
+def test_it_yields_to_its_owner(lasting: StoreApart) -> None:
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    assert os.getpriority(os.PRIO_PROCESS, process_of(store)) == min(19, own + NICENESS)
+    assert os.getpriority(os.PRIO_PROCESS, process_of(lasting)) == min(19, own + NICENESS)
 
 
-def test_a_scan_that_a_forked_child_drops_says_nothing_in_its_parents_name(store: StoreApart) -> None:
-    put(store, EIGHT, rows(8))
-    scan = store.scan(SPACE)
+def test_a_scan_that_a_forked_child_drops_says_nothing_in_its_parents_name(lasting: StoreApart) -> None:
+    put(lasting, EIGHT, rows(8))
+    scan = lasting.scan(SPACE)
     next(scan)
-    os.kill(process_of(store), signal.SIGSTOP)  # so that an answer to the child would be taken for one to the parent
+    os.kill(process_of(lasting), signal.SIGSTOP)  # so that an answer to the child would be taken for one to the parent
     child = os.fork()
     if child == 0:
-        try:
+        with contextlib.suppress(BaseException):
             scan.close()  # type: ignore[attr-defined] # a generator
-        finally:
             os._exit(0)
-    os.waitpid(child, 0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(store.contains_many, SPACE, EIGHT)
+        asked = pool.submit(lasting.contains_many, SPACE, EIGHT)
         time.sleep(0.1)
-        os.kill(process_of(store), signal.SIGCONT)
+        os.kill(process_of(lasting), signal.SIGCONT)
         assert asked.result(PATIENCE) == [True] * 8
     assert len([*scan]) == 7
 
@@ -180,18 +190,118 @@ def test_work_that_fails_ends_it_and_is_not_the_end_of_what_waits_behind(store: 
     assert done.is_set()
 
 
-def test_who_sends_never_waits(store: StoreApart) -> None:
-    os.kill(process_of(store), signal.SIGSTOP)
+def test_who_sends_never_waits(lasting: StoreApart) -> None:
+    os.kill(process_of(lasting), signal.SIGSTOP)
     names = [BlockKey(os.urandom(32)) for _ in range(512)]
     block, answered = content(PROMPT[0]), Answer()
-    store.begin("put_many", (SPACE, [BlockWrite(name, block.data) for name in names]), answered)
-    sending = threading.Thread(target=store.send, daemon=True)
+    lasting.begin("put_many", (SPACE, [BlockWrite(name, block.data) for name in names]), answered)
+    sending = threading.Thread(target=lasting.send, daemon=True)
     sending.start()
     sending.join(PATIENCE / 4)
     assert not sending.is_alive()
-    os.kill(process_of(store), signal.SIGCONT)
+    os.kill(process_of(lasting), signal.SIGCONT)
     assert answered.wait(PATIENCE)
     assert answered.value() == [PutOutcome.STORED] * 512
+
+
+def test_what_a_lost_call_begins_is_sent(store: StoreApart) -> None:
+    again, told = Answer(), threading.Event()
+
+    def lost(_: object, error: BaseException | None) -> None:
+        assert isinstance(error, TierUnavailable)
+        store.begin("contains_many", (SPACE, EIGHT), again)
+        told.set()
+
+    os.kill(process_of(store), signal.SIGSTOP)
+    store.begin("usage", (), lost)
+    store.send()
+    os.kill(process_of(store), signal.SIGKILL)
+    assert told.wait(PATIENCE)
+    assert again.wait(PATIENCE)
+    assert again.value() == [False] * 8
+
+
+def test_who_fails_as_it_is_told_keeps_nobody_from_being_told(store: StoreApart) -> None:
+    answers = Answer(), Answer()
+    os.kill(process_of(store), signal.SIGSTOP)
+    for done in (answers[0], fails, answers[1]):
+        store.begin("usage", (), done)
+    store.send()
+    os.kill(process_of(store), signal.SIGKILL)
+    assert [answered.wait(PATIENCE) for answered in answers] == [True, True]
+
+
+def test_an_answer_that_is_none_is_told_too(lasting: StoreApart, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.apart.store._delivered", fails)
+    answered = Answer()
+    lasting.begin("get_many_into", (SPACE, [BlockRead(EIGHT[0], rows(1)[0].data)]), answered)
+    lasting.send()
+    assert answered.wait(PATIENCE)
+    with pytest.raises(ZeroDivisionError):
+        answered.value()
+
+
+def test_a_forked_child_sends_nothing_and_has_nobody_to_work_for_it(lasting: StoreApart) -> None:
+    missing, answered = keys(8, "missing"), Answer()
+    lasting.begin("contains_many", (SPACE, missing), answered)
+    waiting = [*lasting._link._outbox]
+    child = os.fork()
+    if child == 0:
+        lasting.send()
+        kept = [*lasting._link._outbox] == waiting
+        with contextlib.suppress(StoreClosedError):
+            lasting.begin("usage", (), answered)
+            os._exit(1)
+        os._exit(0 if kept and not lasting.later(os.abort) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    lasting.send()
+    assert answered.value() == [False] * 8
+
+
+def test_a_scan_that_nobody_began_is_dropped(lasting: StoreApart, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    begin = lasting._link.begin
+
+    def noting(verb: str, *arguments: Any) -> None:
+        asked.append(verb)
+        begin(verb, *arguments)
+
+    monkeypatch.setattr(lasting._link, "begin", noting)
+    lasting.scan(SPACE)
+    gc.collect()
+    assert asked == ["scan", "drop"]
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["answers", "hangs"])
+def test_who_is_interrupted_goes_on_when_its_buffers_are_its_own_again(
+    answers: bool, store: StoreApart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not answers:
+        monkeypatch.setattr("kvstore.apart.store.CLOSE_S", 0.2)
+    process = process_of(store)
+    os.kill(process, signal.SIGSTOP)
+    interrupt = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    wake = threading.Timer(0.6, os.kill, (process, signal.SIGCONT))
+    begin = time.monotonic()
+    interrupt.start()
+    if answers:
+        wake.start()
+    with pytest.raises(KeyboardInterrupt):
+        store.usage()
+    assert not store._link._asked
+    if answers:
+        assert time.monotonic() - begin > 0.5
+        store.usage()
+    else:
+        assert not alive(process)
+
+
+def test_a_process_that_cannot_be_launched_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
+    before = descriptors()
+    with pytest.raises(StoreOpenError, match=r"no I/O process can be started.*nothing"):
+        StoreApart("memory://x")
+    assert descriptors() == before
 
 
 def test_an_answer_stays_there() -> None:
@@ -215,17 +325,10 @@ def test_memory_that_could_not_be_lent_is_not(store: StoreApart) -> None:
     assert put(store, EIGHT[:2], memory) == [PutOutcome.STORED] * 2
 
 
-def test_memory_that_is_not_mapped_there_is_an_error(store: StoreApart) -> None:
+def test_memory_that_is_not_mapped_there_is_an_error(lasting: StoreApart) -> None:
     answered = Answer()
     block = (EIGHT[0].digest, 0, 99, 0, SPACE.block_bytes())
-    store._link.begin("get_many_into", (store._link.number(SPACE), [block]), {}, answered)
-    store.send()
+    lasting._link.begin("get_many_into", (lasting._link.number(SPACE), [block]), {}, answered)
+    lasting.send()
     with pytest.raises(TierUnavailable, match="lend it anew"):
         answered.value()
-
-
-def test_memory_is_lent_in_any_order_and_found(store: StoreApart) -> None:
-    area = rows(4)
-    for row in (2, 0, 3):
-        store.lend(area[row].data)
-    assert [store._link.lent.place(row) for row in area] == [(1, 0), None, (0, 0), (2, 0)]

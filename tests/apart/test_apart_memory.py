@@ -66,6 +66,14 @@ def test_memory_whose_parts_have_other_flags_is_one_region() -> None:
     lent.clear()
 
 
+def test_memory_is_lent_in_any_order_and_found() -> None:
+    lent, area = Lent(), shared_memory(4 * PAGE).reshape(4, PAGE)
+    for row in (2, 0, 3):
+        lent.add(area[row])
+    assert [lent.place(row) for row in area] == [(1, 0), None, (0, 0), (2, 0)]
+    lent.clear()
+
+
 @pytest.mark.parametrize("kind", ["private", "heap", "anonymous", "read-only"])
 def test_what_cannot_be_shared_is_refused_with_what_to_do(kind: str) -> None:
     with tempfile.TemporaryFile(dir="/dev/shm") as file:

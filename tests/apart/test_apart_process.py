@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from apart_helpers import alive, descriptors, get, process_of, put, rows, wait_for
-from tiering_helpers import PATIENCE, PROMPT, SPACE, content, fill, writes
+from apart_helpers import alive, descriptors, get, process_of, put, rows
+from tiering_helpers import PATIENCE, PROMPT, SPACE, content, fill, wait_for, writes
 
 from kvstore import BlockWrite, GetOutcome, PutOutcome, open_store
 from kvstore.apart import StoreApart

@@ -91,6 +91,7 @@ def test_bench_refuses_sizes_that_make_no_sense(capsys: pytest.CaptureFixture[st
         ("--threads", "0"),
         ("--rounds", "0"),
         ("--against", "x"),
+        ("--io-process",),  # without --step
     ):
         assert run(["bench", "memory://x", *bad]) == EXIT_USAGE
     capsys.readouterr()
@@ -162,10 +163,10 @@ def test_a_step_is_timed_idle_and_beside_everybody(
 ) -> None:
     monkeypatch.setattr(steps, "SLICE_S", 0.1)
     quick = ("--against", "copy", "--step", "--total", "8MiB", "--block-bytes", "64KiB", "--threads", "2")
-    told = machine(capsys, "bench", f"{scheme}://{tmp_path}/kv", *quick, "--rounds", "1")
+    told = machine(capsys, "bench", f"{scheme}://{tmp_path}/kv", *quick, "--rounds", "1", "--io-process")
     figures = told["steps"]
     assert [(figure["rest_ms"], figure["contestant"]) for figure in figures] == [
-        (rest, contestant) for rest in (1, 0) for contestant in ("kvstore", "copy")
+        (rest, contestant) for rest in (1, 0) for contestant in ("kvstore", "kvstore, io_process", "copy")
     ]
     for figure in figures:
         assert 0.2 < figure["idle_p50_ms"] <= figure["idle_p99_ms"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import random
@@ -14,8 +15,8 @@ import pytest
 import test_manager
 from tiering_helpers import (
     BLOCK,
+    HIT,
     MISS,
-    PATIENCE,
     PROMPT,
     SPACE,
     all_closed,
@@ -26,18 +27,21 @@ from tiering_helpers import (
     intact,
     managed,
     until,
+    wait_for,
     writes,
 )
 
 from kvstore import open_store
 from kvstore.apart import StoreApart
 from kvstore.errors import ConfigurationError
-from kvstore.tiering import PrimaryTier, SecondaryTier, TieringManager
+from kvstore.tiering import PrimaryTier, SecondaryTier, TieringManager, jobs
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from kvstore.testing.servers import S3Server
+    from kvstore.tiering.report import TierReport
 
 
 @pytest.fixture(params=["file", pytest.param("lmdb", marks=pytest.mark.soak)])
@@ -61,6 +65,15 @@ globals().update(
         if name.startswith("test_") and "url" in inspect.signature(test).parameters
     }
 )
+
+
+@contextlib.contextmanager
+def managed_apart(url: str, slots: int, **options: float) -> Iterator[TieringManager]:
+    """A manager of one tier apart, which has `options` and rests but shortly where it failed."""
+    primary = PrimaryTier(slots, BLOCK, shared=True)
+    tier = SecondaryTier(url, SPACE, io_process=True, memory=primary.memory.data, pause=0.05, **options)
+    with managed(tier, primary=primary, primary_slots=None) as manager:
+        yield manager
 
 
 def store_of(manager: TieringManager) -> StoreApart:
@@ -102,9 +115,7 @@ def test_a_sealed_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kills_while_blocks_come_and_go_cost_blocks_and_nothing_else(url: str) -> None:
     fill(url, PROMPT[:30])
-    primary = PrimaryTier(8, BLOCK, shared=True)
-    tier = SecondaryTier(url, SPACE, io_process=True, memory=primary.memory.data, pause=0.05, lookup_timeout=5.0)
-    with managed(tier, primary=primary, primary_slots=None) as manager:
+    with managed_apart(url, 8, lookup_timeout=5.0) as manager:
         over, killed = threading.Event(), list[int]()
 
         def kill() -> None:
@@ -138,48 +149,42 @@ def test_kills_while_blocks_come_and_go_cost_blocks_and_nothing_else(url: str) -
 
 def test_a_process_that_hangs_costs_a_time_out_and_its_slots_are_free_once_it_is_killed(url: str) -> None:
     fill(url, PROMPT[:8])
-    primary = PrimaryTier(8, BLOCK, shared=True)
-    tier = SecondaryTier(
-        url, SPACE, io_process=True, memory=primary.memory.data, pause=0.05, lookup_timeout=2.0, load_timeout=0.2
-    )
-    with managed(tier, primary=primary, primary_slots=None) as manager:
-        until(manager, lambda: manager.lookup(PROMPT[:8]).count(MISS) == 0 and manager._promotions.asking == 0)
-        assert engine_load(manager, PROMPT[:8]) == 8
-        manager.primary.touch([])
-        process = process_of(manager)
+    with managed_apart(url, 4, lookup_timeout=2.0, load_timeout=0.2) as manager:
+        until(manager, lambda: manager.lookup(PROMPT[:8])[:4] == [HIT] * 4 and not manager._promotions.asking)
+        process, tier = process_of(manager), manager._tiers[0]
         os.kill(process, signal.SIGSTOP)
+        assert engine_load(manager, PROMPT[:8]) == 4, "the loads of the others hang"
+        assert tier.holds_memory
         begin = time.monotonic()
         assert ask(manager, PROMPT[8:12]) == [MISS] * 4
         assert time.monotonic() - begin < 10
         os.kill(process, signal.SIGKILL)
-        until(manager, lambda: all_closed(manager))
+        until(manager, lambda: all_closed(manager) and not tier.holds_memory)
         manager.forget(PROMPT)
         assert engine_load(manager, PROMPT[:8]) == 8
 
 
 def test_a_load_into_a_slot_holds_it_until_the_process_that_hangs_is_gone(url: str) -> None:
     fill(url, PROMPT[:4])
-    primary = PrimaryTier(4, BLOCK, shared=True)
-    tier = SecondaryTier(url, SPACE, io_process=True, memory=primary.memory.data, pause=0.05, load_timeout=0.2)
-    with managed(tier, primary=primary, primary_slots=None) as manager:
-        process = process_of(manager)
+    with managed_apart(url, 4, load_timeout=0.2) as manager:
+        tier, primary, process = manager._tiers[0], manager.primary, process_of(manager)
         slots = [primary.reserve(key, BLOCK) for key in PROMPT[:4]]
         os.kill(process, signal.SIGSTOP)
         for slot in slots:
             assert slot is not None
             tier.load(slot)
         tier.submit()
-        reports = [tier.poll()]
-        deadline = time.monotonic() + PATIENCE
-        while not any(report.overdue for report in reports):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        reports: list[TierReport] = []
+
+        def came(kind: str) -> bool:
             reports.append(tier.poll())
+            return any(getattr(report, kind) for report in reports)
+
+        wait_for(lambda: came("overdue"))
+        assert not came("released")
         assert tier.holds_memory
         os.kill(process, signal.SIGKILL)
-        while tier.holds_memory:
-            assert time.monotonic() < deadline
-            reports.append(tier.poll())
+        wait_for(lambda: came("released") and not tier.holds_memory)
         assert {slot for report in reports for slot in report.released} == set(slots)
         for slot in slots:
             assert slot is not None
@@ -208,7 +213,12 @@ def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     return s3_server.url(tmp_path.name)
 
 
-def test_no_block_of_a_bucket_is_copied_by_this_process(bucket: str) -> None:
+def test_no_block_of_a_bucket_is_copied_by_this_process(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(*_: object) -> None:
+        raise AssertionError("that was for the process of the tier")
+
+    monkeypatch.setattr(jobs.Verb, "made", made)
+    monkeypatch.setattr(jobs.Copy, "made", made)
     with managed(bucket, primary_slots=64) as manager:
         assert manager.store(writes(PROMPT)) == 60
     with managed(bucket) as manager:
