@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.cli import EXIT_FULL, EXIT_NOT_INTACT
+from kvstore.cli import EXIT_NOT_INTACT
 from kvstore.cli._common import age, emit_json, open_to_inspect, print_table, progress
 from kvstore.cli._names import address_json, matching_namespaces
-from kvstore.errors import MissingDependencyError
+from kvstore.cli._restored import exit_as, marking, show_reports
+from kvstore.cli._selection import selected, selecting
 from kvstore.registry import open_store
-from kvstore.types import BlockKey
 from kvstore.url import TierURL, format_size, parse_duration
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from kvstore.abc import BlockStore
-    from kvstore.archive import ArchiveInfo, RestoreReport, Selection
+    from kvstore.archive import ArchiveInfo, Selection
     from kvstore.namespace import Namespace
 
-__all__ = ["archive", "exit_as", "marking", "report_json", "show_reports"]
+__all__ = ["archive"]
 
 _HELP = "Machine-readable output: one JSON value on stdout, nothing else there."
 
@@ -36,12 +35,6 @@ def _or_of_group(ctx: click.Context, _: click.Parameter, wanted: bool) -> bool:
 _json: Callable[[Callable[..., Any]], Callable[..., Any]] = click.option(
     "--json", "as_json", is_flag=True, callback=_or_of_group, help=_HELP
 )
-
-
-def marking(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that say what is to hold of restored blocks, which archives do not keep."""
-    pin = click.option("--pin", is_flag=True, help="Pin the blocks, as far as a tier's pins go, under their label.")
-    return click.option("--tenant", default="", help="Say that the blocks are this tenant's.")(pin(command))
 
 
 @click.group(
@@ -68,29 +61,7 @@ def archive(ctx: click.Context, as_json: bool) -> None:
 )
 @click.argument("archive_url")
 @click.option("--from", "tier_url", required=True, metavar="TIER_URL", help="The tier that has the blocks.")
-@click.option("--label", help="Archive the blocks that have this label; with another selection, the archive's label.")
-@click.option(
-    "--tokens",
-    "tokens_file",
-    type=click.Path(exists=True, dir_okay=False),
-    metavar="FILE",
-    help="Archive the blocks of these token ids: a JSON list, or numbers between blanks.",
-)
-@click.option(
-    "--text",
-    "text_file",
-    type=click.Path(exists=True, dir_okay=False),
-    metavar="FILE",
-    help="Archive the blocks of this text, as --tokenizer cuts it. A chat template is part of the text.",
-)
-@click.option("--tokenizer", metavar="PATH", help="A tokenizer.json, or a folder or hub id that transformers loads.")
-@click.option(
-    "--keys",
-    "keys_file",
-    type=click.Path(exists=True, dir_okay=False),
-    metavar="FILE",
-    help="Archive these blocks: digests in hex, one a line, in order; GROUP:DIGEST for another group than 0.",
-)
+@selecting
 @click.option(
     "--namespace", "prefix", metavar="PREFIX", help="The namespace whose name starts so, if there are several."
 )
@@ -113,7 +84,7 @@ def create(
     """
     from kvstore import archive as archives
 
-    tokens, keys = _selected(ways)
+    tokens, keys = selected(ways)
     if include_tokens and tokens is None:
         raise click.UsageError("--include-tokens needs --tokens or --text: other selections do not know them")
     until = None if keep_until is None else _moment(keep_until)
@@ -254,114 +225,6 @@ def rm(archive_url: str, force: bool, as_json: bool) -> None:
         emit_json({"removed": shown})
     else:
         click.echo(f"removed {shown}")
-
-
-# Shared with `kvstore warm`
-
-
-def report_json(report: RestoreReport) -> dict[str, Any]:
-    """A report for machines."""
-    return {
-        "archive": report.archive.url,
-        "complete": report.complete,
-        "blocks": report.archive.blocks,
-        "restored": report.restored,
-        "already_there": report.there,
-        "corrupt": report.corrupt,
-        "refused": report.refused,
-        "full": report.full,
-        "labelled": report.labelled,
-        "pinned": report.pinned,
-    }
-
-
-def show_reports(reports: Sequence[RestoreReport], tier: str, *, as_json: bool, several: bool = True) -> None:
-    """What became of archives in a tier, on stdout."""
-    if as_json:
-        emit_json([report_json(report) for report in reports] if several else report_json(reports[0]))
-        return
-    columns = ("archive", ">blocks", ">restored", ">already there", ">corrupt", ">refused", ">labelled", ">pinned")
-    print_table(
-        tier,
-        columns,
-        (
-            (
-                one.archive.url, str(one.archive.blocks), str(one.restored), str(one.there), str(one.corrupt),
-                str(one.refused), *("-" if number is None else str(number) for number in (one.labelled, one.pinned)),
-            )
-            for one in reports
-        ),
-    )  # fmt: skip
-
-
-def exit_as(ctx: click.Context, reports: Sequence[RestoreReport]) -> None:
-    """The exit code that says what is missing."""
-    if any(report.full for report in reports):
-        ctx.exit(EXIT_FULL)
-    if not all(report.complete for report in reports):
-        ctx.exit(EXIT_NOT_INTACT)
-
-
-# What is selected
-
-
-def _selected(ways: dict[str, Any]) -> tuple[list[int] | None, list[BlockKey] | None]:
-    given = [name for name in ("tokens_file", "text_file", "keys_file") if ways[name] is not None]
-    if len(given) > 1 or not (given or ways["label"]):
-        raise click.UsageError("which prefix? Give one of --tokens, --text and --keys, or --label alone")
-    if (ways["text_file"] is None) != (ways["tokenizer"] is None):
-        raise click.UsageError("--text and --tokenizer go together: a text has tokens only by a tokenizer")
-    if ways["keys_file"] is not None:
-        return None, _keys(Path(ways["keys_file"]))
-    if ways["text_file"] is not None:
-        return _tokenized(Path(ways["text_file"]).read_text(encoding="utf-8"), ways["tokenizer"]), None
-    return (None if ways["tokens_file"] is None else _token_ids(Path(ways["tokens_file"]))), None
-
-
-def _token_ids(file: Path) -> list[int]:
-    text = file.read_text(encoding="utf-8")
-    try:
-        found: Any = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
-        if not all(type(one) is int and one >= 0 for one in found):
-            raise ValueError("not all of them are whole numbers from 0 on")
-    except ValueError as error:
-        raise click.UsageError(
-            f"--tokens {file}: a JSON list of token ids, or numbers between blanks ({error})"
-        ) from None
-    ids: list[int] = found
-    return ids
-
-
-def _keys(file: Path) -> list[BlockKey]:
-    keys: list[BlockKey] = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").split(), start=1):
-        group, _, digest = line.rpartition(":")
-        try:
-            keys.append(BlockKey(bytes.fromhex(digest), int(group or "0")))
-        except ValueError:
-            raise click.UsageError(f"--keys {file}: entry {number}, {line[:80]!r}, is no digest in hex") from None
-    return keys
-
-
-def _tokenized(text: str, tokenizer: str) -> list[int]:
-    """By the `tokenizers` library for a tokenizer.json, else by transformers."""
-    path = Path(tokenizer).expanduser()
-    file = path / "tokenizer.json" if path.is_dir() else path
-    try:
-        if file.is_file():
-            from tokenizers import Tokenizer
-
-            ids: list[int] = Tokenizer.from_file(str(file)).encode(text).ids
-            return ids
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise MissingDependencyError(f"--text needs a tokenizer library ({error}): pip install transformers") from error
-    loaded: Any = AutoTokenizer
-    try:
-        found: list[int] = list(loaded.from_pretrained(tokenizer)(text)["input_ids"])
-    except (OSError, ValueError) as error:
-        raise click.UsageError(f"--tokenizer {tokenizer}: {error}") from None
-    return found
 
 
 def _one_namespace(store: BlockStore, prefix: str | None) -> Namespace:

@@ -6,7 +6,7 @@ import click
 
 from kvstore.cli._common import json_option, progress
 from kvstore.cli._names import matching_namespaces
-from kvstore.cli.archive import exit_as, marking, show_reports
+from kvstore.cli._restored import exit_as, marking, show_reports
 from kvstore.registry import open_store
 
 __all__ = ["warm"]
