@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from extension_helpers import NEEDS_COMPILER, compiled
 from hypothesis import HealthCheck, settings
 
 from kvstore.testing.faults import Hanging
@@ -28,13 +29,32 @@ settings.register_profile("ci", max_examples=50, deadline=None, suppress_health_
 settings.load_profile("ci")
 
 
-@pytest.fixture(params=["C", "Python"])
+@pytest.fixture(scope="session")
+def made_by_c(tmp_path_factory: pytest.TempPathFactory) -> calls.Calls:
+    """The installed extension's, or those of one compiled for all tests of this process, where none is installed."""
+    if calls.made_by is not calls.PYTHON:
+        return calls.made_by
+    extension = compiled(tmp_path_factory.mktemp("extension"))
+    return calls.Calls(extension.move, extension.of_paths, extension.lock_all)
+
+
+@pytest.fixture(params=[pytest.param("C", marks=NEEDS_COMPILER), "Python"])
 def executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What makes the system calls for blocks in this process."""
-    if request.param == "Python":
-        monkeypatch.setattr(calls, "made_by", calls.PYTHON)
-    elif calls.made_by is calls.PYTHON:
-        pytest.skip(calls.how)
+    in_c = request.param == "C"
+    monkeypatch.setattr(calls, "made_by", request.getfixturevalue("made_by_c") if in_c else calls.PYTHON)
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """An empty folder that every user of the machine may reach, unlike pytest's own: each session closes those."""
+    with tempfile.TemporaryDirectory(prefix="kvstore-open-") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        closed = [parent for parent in folder.parents if not parent.stat().st_mode & 0o001]
+        if closed and os.geteuid() == 0:
+            pytest.skip(f"{closed[0]} is closed to other users: set TMPDIR to a folder that is not")
+        yield folder
 
 
 @pytest.fixture

@@ -127,18 +127,14 @@ class TestABadPlace:
         assert said.grade is PROBLEM
         assert "cat.jpg" in said.found
 
-    def test_who_may_not_write_there_is_told_whose_it_is(self, scheme: str, tmp_path: Path) -> None:
+    def test_who_may_not_write_there_is_told_whose_it_is(self, scheme: str, open_folder: Path) -> None:
         if os.geteuid() != 0:
             pytest.skip("another user takes root")
-        folder = tmp_path
-        while not folder.stat().st_mode & 0o001:
-            folder.chmod(folder.stat().st_mode | 0o055)
-            folder = folder.parent
-        warm = f"from kvstore.doctor import examine; list(examine('{scheme}://{tmp_path}/x'))"
+        warm = f"from kvstore.doctor import examine; list(examine('{scheme}://{open_folder}/x'))"
         become = f"{warm}; import kvstore.cli.doctor; os.setgroups([]); os.setresuid(65533, 65533, 65533)"
-        said = elsewhere(f"{scheme}://{tmp_path}/tier", before=become)["location"]
+        said = elsewhere(f"{scheme}://{open_folder}/tier", before=become)["location"]
         assert said.grade is PROBLEM
-        assert f"uid 65533 cannot write {tmp_path} (owned by uid 0" in said.found
+        assert f"uid 65533 cannot write {open_folder} (owned by uid 0" in said.found
         assert "chown" in said.remedy
 
     def test_a_tier_that_everybody_may_enter_is_a_warning(self, tier: str, tmp_path: Path) -> None:

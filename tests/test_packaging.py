@@ -18,6 +18,7 @@ from pathlib import Path
 from pkgutil import walk_packages
 
 import pytest
+from extension_helpers import COMPILES
 
 import kvstore
 from kvstore.errors import MissingDependencyError
@@ -192,8 +193,8 @@ def test_without_a_compiler_the_wheel_is_plain_python(tmp_path: Path) -> None:
     for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "kvstore", "backends"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
-    with_compiler, without = shutil.which("cc") is not None, {**os.environ, "CC": "/nowhere/cc"}
-    for extension, environment in ((with_compiler, None), (False, without)):
+    without = {**os.environ, "CC": "/nowhere/cc"}
+    for extension, environment in ((COMPILES, None), (False, without)):
         build = [sys.executable, "-m", "hatchling", "build", "-d", str(tmp_path / "built"), "-t", "wheel"]
         subprocess.run(build, cwd=tmp_path, check=True, capture_output=True, env=environment)
         (wheel,) = (tmp_path / "built").glob("*.whl")

@@ -6,9 +6,9 @@
 And what the blocks of a job ask of it together: to be renamed, what their folders occupy, the locks of their names.
 
 Each call that Python makes of the system lets go of the GIL and has to get it back, which among sixteen threads costs
-more than the call; `_calls.c` lets go of it once. Where that is not there (no C compiler at the installation) plain
-Python does the same; `KVSTORE_CALLS=python` asks for it. A block that moves in parts is opened with the first and
-closed with the last.
+more than the call; `_calls.c` lets go of it once. Where that is not there (no C compiler, or no Python.h, at the
+installation) plain Python does the same; `KVSTORE_CALLS=python` asks for it. A block that moves in parts is opened with
+the first and closed with the last.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     Outcome: TypeAlias = tuple[int, int, int, int, int, int]
     Piece: TypeAlias = NDArray[np.uint8] | None
-    Move: TypeAlias = Callable[[bool, int, str, int, int, int, Piece, Piece, int], Outcome]
+    Move: TypeAlias = Callable[[bool, int, str, int, int, int, NDArray[np.uint8], Piece, int], Outcome]
 
 __all__ = [
     "PYTHON",
@@ -148,8 +148,9 @@ def unlock(fd: int) -> None:
 
 
 def _move(
-    writing: bool, fd: int, path: str, flags: int, number: int, offset: int, body: Piece, closing: Piece, then: int
-) -> Outcome:
+    writing: bool, fd: int, path: str, flags: int, number: int, offset: int, body: NDArray[np.uint8], closing: Piece,
+    then: int,
+) -> Outcome:  # fmt: skip
     step, mode, occupied, inode = Step.OPEN, 0, 0, 0
     try:
         if fd < 0:
@@ -240,8 +241,10 @@ def _choose() -> tuple[Calls, str]:
         if digest_of(SOURCE.read_bytes()) != extension.SOURCE:
             return PYTHON, f"{_ONE_BY_ONE} ({extension.__file__} was compiled from other source)"
         return Calls(extension.move, extension.of_paths, extension.lock_all), "a block's system calls in one, from C"
-    except (ImportError, OSError, AttributeError):
-        return PYTHON, f"{_ONE_BY_ONE} (installed without a C compiler)"
+    except ModuleNotFoundError:
+        return PYTHON, f"{_ONE_BY_ONE} (nothing compiled: no C compiler, or no Python.h, at the installation)"
+    except (ImportError, OSError, AttributeError) as error:
+        return PYTHON, f"{_ONE_BY_ONE} (what was compiled cannot be used: {error})"
 
 
 made_by, how = _choose()

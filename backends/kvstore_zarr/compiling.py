@@ -33,17 +33,17 @@ def compile_extension(extension: Path = EXTENSION, *flags: str, source: Path = S
     if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return "it is for CPython with its GIL"
     draft = extension.with_name(f"{extension.name}.{os.getpid()}")
-    compiler = shlex.split(os.environ.get("CC") or "cc")
     define, include = f'-DSOURCE="{digest_of(source.read_bytes())}"', f"-I{sysconfig.get_paths()['include']}"
     try:
+        compiler = shlex.split(os.environ.get("CC") or "cc")
         done = subprocess.run(
             [*compiler, *FLAGS, *flags, define, include, "-o", str(draft), str(source)],
-            capture_output=True, text=True, check=False,
+            capture_output=True, encoding="utf-8", errors="replace", check=False,
         )  # fmt: skip
         if done.returncode:
             return f"{shlex.join(compiler)} failed: {done.stderr.strip()}"
         draft.replace(extension)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a ValueError: quotes in CC that nothing closes
         return f"no C compiler, or no place for what it makes: {error}"
     finally:
         draft.unlink(missing_ok=True)

@@ -69,7 +69,7 @@ class NamespaceTree:
     """Where the blocks of one namespace stand, relative to the store's root, and the documents that describe them.
 
     `seal` is the id of the keyring with which its blocks are sealed, `PLAIN` where they are not; `frames` has each
-    group's `BlockFrame`. Immutable; threads share it.
+    group's `BlockFrame`. Nothing changes it but what it keeps of texts it has made; threads share it.
     """
 
     def __init__(self, namespace: Namespace, seal: str = PLAIN) -> None:

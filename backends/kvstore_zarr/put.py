@@ -176,7 +176,8 @@ class PutJob:
     def run(self) -> bool:
         """Settle as many blocks as find room; whether anything was moved, in or out.
 
-        Raises `TierUnavailable` or OSError when the catalogue cannot be written.
+        What an error ends is settled, too: as `FULL` where the disk is, else as `FAILED`. Raises `TierUnavailable` or
+        OSError where that was not begun: the catalogue cannot be read, or no victim can be opened.
         """
         with descriptors() as share:
             return self._run(self._plan(share))

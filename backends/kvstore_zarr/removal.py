@@ -83,10 +83,11 @@ os.register_at_fork(before=_Forks.note)
 
 
 def release(fd: int) -> None:
-    """Let go of a block file and of the lock on it, also where a child forked meanwhile has it open.
+    """Let go of a block file and of the lock on it, also where a child that this process forked has it open.
 
-    Closing is enough where no child can: a call less for each block that is read. (A child that executes another
-    program at once, as `subprocess` makes them, closes it by doing so.)
+    Closing is enough where none can: a call less for each block that is read. What is not seen is a child that executes
+    another program, as `subprocess` makes them, or that other code than Python forked: until it has done so, or ended,
+    it keeps the lock, and the block is spared as if somebody read it.
     """
     if _Forks.happened:
         fcntl.flock(fd, fcntl.LOCK_UN)

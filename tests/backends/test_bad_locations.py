@@ -173,20 +173,10 @@ def as_nobody(code: str, imports: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.fixture
-def open_parents(tmp_path: Path) -> Path:
-    """A folder that a process without privileges may reach."""
-    folder = tmp_path
-    while folder != folder.parent and folder.owner() == tmp_path.owner() and not folder.stat().st_mode & 0o001:
-        folder.chmod(folder.stat().st_mode | 0o055)
-        folder = folder.parent
-    return tmp_path
-
-
 class TestPermissions:
     @pytest.mark.parametrize("mode", [0o000, 0o500, 0o600], ids=["unreadable", "not writable", "not searchable"])
-    def test_a_directory_without_permission(self, scheme: str, open_parents: Path, mode: int) -> None:
-        path = open_parents / "tier"
+    def test_a_directory_without_permission(self, scheme: str, open_folder: Path, mode: int) -> None:
+        path = open_folder / "tier"
         path.mkdir(mode=0o700)
         if os.geteuid() == 0:
             os.chown(path, 65533, 65533)
@@ -196,30 +186,30 @@ class TestPermissions:
         assert done.stderr.strip().splitlines()[-1].startswith("kvstore.errors.StoreAccessError"), done.stderr
         assert str(path) in done.stderr.strip().splitlines()[-1]
 
-    def test_a_parent_in_which_nothing_can_be_made(self, scheme: str, open_parents: Path) -> None:
-        (open_parents / "locked").mkdir(mode=0o555)
-        (open_parents / "locked").chmod(0o555)
-        done = as_nobody(f"kvstore.open_store('{scheme}://{open_parents}/locked/tier')")
+    def test_a_parent_in_which_nothing_can_be_made(self, scheme: str, open_folder: Path) -> None:
+        (open_folder / "locked").mkdir(mode=0o555)
+        (open_folder / "locked").chmod(0o555)
+        done = as_nobody(f"kvstore.open_store('{scheme}://{open_folder}/locked/tier')")
         assert done.stderr.strip().splitlines()[-1].startswith("kvstore.errors.StoreAccessError"), done.stderr
 
-    def test_a_tier_of_somebody_else(self, scheme: str, open_parents: Path) -> None:
+    def test_a_tier_of_somebody_else(self, scheme: str, open_folder: Path) -> None:
         if os.geteuid() != 0:
             pytest.skip("somebody else's files take root")
-        with open_store(f"{scheme}://{open_parents}/tier") as store:
+        with open_store(f"{scheme}://{open_folder}/tier") as store:
             store.put_many(SPACE, writes([1]))
         for option in ("", "?readonly=true"):
-            done = as_nobody(f"kvstore.open_store('{scheme}://{open_parents}/tier{option}')")
+            done = as_nobody(f"kvstore.open_store('{scheme}://{open_folder}/tier{option}')")
             assert done.stderr.strip().splitlines()[-1].startswith("kvstore.errors.StoreAccessError"), done.stderr
 
     @pytest.mark.parametrize("command", ["verify", "stat", "gc"])
-    def test_commands_say_that_a_tier_is_somebody_elses(self, scheme: str, open_parents: Path, command: str) -> None:
+    def test_commands_say_that_a_tier_is_somebody_elses(self, scheme: str, open_folder: Path, command: str) -> None:
         if os.geteuid() != 0:
             pytest.skip("somebody else's files take root")
-        with open_store(f"{scheme}://{open_parents}/tier") as store:
+        with open_store(f"{scheme}://{open_folder}/tier") as store:
             store.put_many(SPACE, writes([1]))
-        (open_parents / "tier").chmod(0o700)
+        (open_folder / "tier").chmod(0o700)
         done = as_nobody(
-            f"raise SystemExit(kvstore.cli.run(['{command}', '{scheme}://{open_parents}/tier']))",
+            f"raise SystemExit(kvstore.cli.run(['{command}', '{scheme}://{open_folder}/tier']))",
             ", kvstore.cli.verify, kvstore.cli.stat, kvstore.cli.gc, rich.table, rich.markup, kvstore.lmdb_files",
         )
         assert (done.returncode, "Traceback" in done.stderr) == (EXIT_USAGE, False), done.stderr

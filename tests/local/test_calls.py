@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import importlib.util
 import os
 import resource
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from extension_helpers import NEEDS_COMPILER, compiled
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kvstore_zarr
 from kvstore_zarr import calls, compiling
 from kvstore_zarr.calls import PYTHON, SIZE_DIFFERS, TOO_SHORT, BlockFile, Step, Then
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 pytestmark = pytest.mark.usefixtures("executor")
-NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
 NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 READ = os.O_RDONLY | os.O_CLOEXEC
 
@@ -251,7 +250,7 @@ def test_bytes_are_locked_up_to_one_that_somebody_has(tmp_path: Path) -> None:
 def test_an_extension_of_this_source_is_used_unless_it_is_not_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen(tmp_path, monkeypatch, "-Werror")
+    chosen(monkeypatch, compiled(tmp_path, "-Werror"))
     assert "from C" in calls._choose()[1]
     monkeypatch.setenv("KVSTORE_CALLS", "python")
     made_by, how = calls._choose()
@@ -263,20 +262,25 @@ def test_an_extension_of_this_source_is_used_unless_it_is_not_wanted(
 def test_an_extension_of_other_source_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = tmp_path / "other.c"
     other.write_bytes(compiling.SOURCE.read_bytes() + b"\n")
-    chosen(tmp_path, monkeypatch, source=other)
+    chosen(monkeypatch, compiled(tmp_path, source=other))
     made_by, how = calls._choose()
     assert made_by is PYTHON
     assert "other source" in how
 
 
-def chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str, **options: Path) -> None:
-    """Compile, and let that be what is imported."""
-    assert compiling.compile_extension(tmp_path / "_calls.abi3.so", *flags, **options) is None
-    spec = importlib.util.spec_from_file_location("kvstore_zarr._calls", tmp_path / "_calls.abi3.so")
-    assert spec is not None
-    assert spec.loader is not None
-    module: ModuleType = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def test_an_extension_that_cannot_be_loaded_is_called_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "_calls.abi3.so").write_bytes(b"no library")
+    monkeypatch.delenv("KVSTORE_CALLS", raising=False)
+    monkeypatch.delitem(sys.modules, "kvstore_zarr._calls", raising=False)
+    monkeypatch.setattr(kvstore_zarr, "__path__", [str(tmp_path)])
+    made_by, how = calls._choose()
+    assert made_by is PYTHON
+    assert "cannot be used" in how
+    assert str(tmp_path) in how
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+    """Let that be what is imported."""
     monkeypatch.delenv("KVSTORE_CALLS", raising=False)
     monkeypatch.setattr(calls, "importlib", SimpleNamespace(import_module=lambda _: module))
 
@@ -288,12 +292,19 @@ def test_without_a_compiler_there_is_no_extension_and_python_does_it(
     assert "no C compiler" in str(compiling.compile_extension(tmp_path / "none.so"))
     monkeypatch.setenv("CC", "false")
     assert "failed" in str(compiling.compile_extension(tmp_path / "none.so"))
-    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("CC", "cc 'never closed")
+    assert "closing quotation" in str(compiling.compile_extension(tmp_path / "none.so"))
+    speaks = tmp_path / "cc"
+    speaks.write_bytes(b"#!/bin/sh\nprintf '\\377 no such option' >&2; exit 1\n")
+    speaks.chmod(0o755)
+    monkeypatch.setenv("CC", str(speaks))
+    assert "\ufffd no such option" in str(compiling.compile_extension(tmp_path / "none.so"))
+    assert list(tmp_path.iterdir()) == [speaks]
     monkeypatch.delenv("KVSTORE_CALLS", raising=False)
     monkeypatch.setitem(sys.modules, "kvstore_zarr._calls", None)  # as one that cannot be imported
     made_by, how = calls._choose()
     assert made_by is PYTHON
-    assert "without a C compiler" in how
+    assert "no C compiler" in how
 
 
 SANITIZED = """

@@ -43,15 +43,6 @@ with kvstore.open_store({url!r}) as store:
     ], done.stderr
 
 
-@pytest.fixture
-def open_parents(tmp_path: Path) -> Path:
-    folder = tmp_path
-    while folder != folder.parent and not folder.stat().st_mode & 0o001:
-        folder.chmod(folder.stat().st_mode | 0o055)
-        folder = folder.parent
-    return tmp_path
-
-
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -89,11 +80,11 @@ class TestTwoUsers:
         assert modes == {True: 0o777 if mode == "0666" else 0o700, False: int(mode, 8)}
 
     def test_who_may_write_need_not_own_and_an_opening_without_mode_shuts_nobody_out(
-        self, scheme: str, open_parents: Path
+        self, scheme: str, open_folder: Path
     ) -> None:
         if os.geteuid() != 0:
             pytest.skip("two users take root")
-        shared = open_parents / "shared"
+        shared = open_folder / "shared"
         shared.mkdir()
         shared.chmod(0o777)
         url = f"{scheme}://{shared}/tier"
@@ -104,10 +95,10 @@ class TestTwoUsers:
         as_user(65533, f"{url}?capacity=16MB", range(20, 25))
         as_user(65532, url, range(25, 30))
 
-    def test_two_users_of_one_group_share_a_tier_and_nobody_else_does(self, scheme: str, open_parents: Path) -> None:
+    def test_two_users_of_one_group_share_a_tier_and_nobody_else_does(self, scheme: str, open_folder: Path) -> None:
         if os.geteuid() != 0:
             pytest.skip("two users take root")
-        shared, group = open_parents / "shared", 65530
+        shared, group = open_folder / "shared", 65530
         shared.mkdir()
         os.chown(shared, 0, group)
         shared.chmod(0o2770)  # as for any folder that a group works in: what is made there is the group's
@@ -121,10 +112,10 @@ class TestTwoUsers:
         with pytest.raises(AssertionError, match="StoreAccessError"):
             as_user(65531, url, range(15, 20))
 
-    def test_what_a_killed_user_leaves_shuts_nobody_out(self, open_parents: Path) -> None:
+    def test_what_a_killed_user_leaves_shuts_nobody_out(self, open_folder: Path) -> None:
         if os.geteuid() != 0:
             pytest.skip("two users take root")
-        shared = open_parents / "shared"
+        shared = open_folder / "shared"
         shared.mkdir()
         shared.chmod(0o777)
         url = f"file://{shared}/tier?mode=0666"
