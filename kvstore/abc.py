@@ -319,7 +319,8 @@ class BlockStore(ABC):
     def purge_unseen(
         self, *, names: Collection[str], refuse_s: float = REFUSE_S, overwrite: bool = True
     ) -> list[Unseen]:
-        """Remove for good what `unseen` tells of the namespaces with these names, but for what is `later`; what went.
+        """Remove for good what `unseen` tells of the namespaces with these names, but for what is `later`; what that
+        was, counted as it went or before.
 
         Only what has our names goes. Blocks are `REFUSED` afterwards, as after `purge_many`, where their addresses are
         known. Nothing happens on a read-only store.

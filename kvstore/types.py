@@ -201,7 +201,8 @@ class Unseen:
     """Blocks of ours that stand in a tier and in no listing of it, so that no verb reaches them.
 
     `why` is a sentence that names the namespace. `blocks` and `bytes` count what has the names of blocks there; bytes
-    are None where they are not known. `later`: of another version of kvstore, which is left alone, and no damage.
+    are None where they are not known. `later`: of another version of kvstore, be it an older format, which is left
+    alone, and no damage.
     Not `whole`: the namespace is served, and these stand beside the blocks that are listed.
     """
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import random
 import struct
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import lmdb
 import pytest
 from lmdb.verify import VerifyError, verify
 
@@ -185,3 +188,70 @@ def test_a_record_of_the_free_list_with_room_for_more_is_no_damage(data: Path) -
     struct.pack_into("=Q", raw, count, listed + 1)
     data.write_bytes(raw)
     assert "cannot be" in (damage(data.parent, thorough=False, trees=True) or "")
+
+
+@dataclass
+class Anything:
+    """What may be done to a database in a transaction, by chance.
+
+    No key is written twice in one transaction with values of two sizes: of a value on pages of its own LMDB then keeps
+    more pages than its size says, which no check from outside can tell from damage.
+    """
+
+    chance: random.Random
+    txn: lmdb.Transaction[bytes]
+    written: set[bytes]
+
+    def key(self) -> bytes:
+        return self.chance.randbytes(self.chance.choice([self.chance.randrange(5, 20), self.chance.randrange(1, 511)]))
+
+    def value(self) -> bytes:
+        most = self.chance.choice([1, 50, 2050, 9000])
+        just = self.chance.randrange(1, 3) * PAGE - 16 + self.chance.randrange(-1, 2)  # about as much as pages take
+        return self.chance.randbytes(self.chance.choice([self.chance.randrange(most), just]))
+
+    def fresh(self) -> bytes:
+        while (key := self.key()) in self.written:
+            pass
+        self.written.add(key)
+        return key
+
+    def put(self, db: lmdb._Database) -> None:
+        self.txn.put(self.fresh(), self.value(), db=db)
+
+    def put_many(self, db: lmdb._Database) -> None:
+        self.txn.cursor(db).putmulti([(self.fresh(), self.value()) for _ in range(20)])
+
+    def delete_some(self, db: lmdb._Database) -> None:
+        cursor = self.txn.cursor(db)
+        there = cursor.set_range(self.chance.randbytes(1))
+        for _ in range(self.chance.randrange(30)):
+            there = there and cursor.delete() and bool(cursor.key())
+
+    def replace_one(self, db: lmdb._Database) -> None:
+        cursor = self.txn.cursor(db)
+        if cursor.set_range(self.chance.randbytes(1)) and cursor.key() not in self.written:
+            self.written.add(cursor.key())
+            self.txn.put(cursor.key(), self.value(), db=db)
+
+    def drop(self, db: lmdb._Database) -> None:
+        if not self.chance.randrange(20):
+            self.txn.drop(db, delete=False)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_that_lmdb_writes_is_called_damaged(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    acts = (Anything.put, Anything.put, Anything.put_many, Anything.delete_some, Anything.replace_one, Anything.drop)
+    with lmdb.open(str(tmp_path), map_size=1 << 28, max_dbs=4, sync=False, writemap=bool(seed % 2)) as environment:
+        databases = [environment.open_db(name) for name in (b"a", b"b", b"c")]
+        for commit in range(60):
+            txn = environment.begin(write=True)
+            anything = Anything(chance, txn, set())
+            for _ in range(chance.choice([1, 10, 60])):
+                chance.choice(acts)(anything, chance.choice(databases))
+            with environment.begin() if chance.random() < 0.3 else nullcontext():  # a reader keeps pages from use
+                txn.abort() if chance.random() < 0.1 else txn.commit()
+            if commit % 3 == 0:
+                assert damage(tmp_path, thorough=False, trees=True, values=True) is None, commit
+        assert damage(tmp_path, thorough=True) is None

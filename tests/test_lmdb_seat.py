@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from lmdb_helpers import MIB, SPACE, get, opened, put
 
+import kvstore.catalog
 from kvstore import GetOutcome, PutOutcome
 from kvstore.catalog import Catalog
 from kvstore_lmdb import seat as seats
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
     from kvstore.catalog import Change
 
-HIT, STORED, FULL = GetOutcome.HIT, PutOutcome.STORED, PutOutcome.FULL
+HIT = GetOutcome.HIT
+STORED, EXISTS, FULL = PutOutcome.STORED, PutOutcome.EXISTS, PutOutcome.FULL
 SOON_S = 20.0
 """What a test waits for that must come: long, on a busy machine."""
 
@@ -91,8 +93,8 @@ def test_while_one_commits_the_next_prepares(tmp_path: Path, monkeypatch: pytest
     write, free = Catalog.write, list[bool]()
 
     @contextmanager
-    def written(catalog: Catalog, *arguments: Any) -> Generator[Change]:
-        with write(catalog, *arguments) as change:
+    def written(catalog: Catalog, *arguments: Any, **named: Any) -> Generator[Change]:
+        with write(catalog, *arguments, **named) as change:
             yield change
             free.append(is_free(STORES))
 
@@ -100,6 +102,22 @@ def test_while_one_commits_the_next_prepares(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(Catalog, "write", written)
         assert put(store, range(8)) == [STORED] * 8
     assert free == [True]
+
+
+def test_nobody_waits_with_the_seat_to_write_uses_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settle, free = Catalog.settle_in_passing, list[bool]()
+
+    def settled(catalog: Catalog) -> None:
+        free.append(is_free(STORES))
+        settle(catalog)
+
+    monkeypatch.setattr(Catalog, "settle_in_passing", settled)
+    monkeypatch.setattr(kvstore.catalog, "SETTLE_DUE", 8)
+    with opened(tmp_path) as store:
+        put(store, range(8))
+        assert put(store, range(10)) == [EXISTS] * 8 + [STORED] * 2
+        assert put(store, range(8)) == [EXISTS] * 8
+    assert free == [True] * 2
 
 
 def test_a_store_that_failed_leaves_the_seat(tmp_path: Path) -> None:

@@ -94,14 +94,17 @@ class Puts:
                 there = snapshot.contains([block.address for block in blocks])
                 buried = snapshot.tombs.buried([block.address for block in blocks])
                 totals = snapshot.totals()
-            if catalog.note((block.address for block, known in zip(blocks, there, strict=True) if known), hits=0):
-                catalog.settle_in_passing()
+            used = (block.address for block, known in zip(blocks, there, strict=True) if known)
+            is_settling_due = catalog.note(used, hits=0)
             settled = [
                 PutOutcome.EXISTS if known else PutOutcome.REFUSED if block.address in buried else None
                 for block, known in zip(blocks, there, strict=True)
             ]
             fresh = [block for block, outcome in zip(blocks, settled, strict=True) if outcome is None]
             stored = iter(self._put_fresh(namespace, fresh, totals, now, seat) if fresh else ())
+            if is_settling_due:
+                seat.close()
+                catalog.settle_in_passing()
         except OSError as error:
             failed = PutOutcome.FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else PutOutcome.FAILED
             return [failed] * len(blocks)

@@ -3,9 +3,10 @@ the others sleep.
 
 A block of 64 KiB is some short calls that let go of the GIL and want it back. One thread alone gets it at once; several
 take it from each other between any two calls, and to wake one that sleeps takes longer than the copy it wakes up for:
-four threads together moved half of what one did, at four times its CPU. So they take turns: a MiB each of a load; of a
-store a chunk, from its first byte to the commit, which is one long call, beside which the next may prepare. The GIL is
-given away all the same, to whoever else wants it.
+four threads together moved half of what one did, at four times its CPU. So one sits at a time: for a MiB of a load; of
+a store for a chunk, from its first byte to the commit, which is one long call, beside which the next may prepare. The
+GIL is given away all the same, to whoever else wants it. Who sits next nobody decides: who has just got up may sit down
+again, and nobody waits for longer than `PATIENCE_S` for that.
 
 The seat is for what is in memory. Who had to wait for the device gives it up, and takes none until its call is over;
 whoever has waited for it longer than `PATIENCE_S` puts a new one beside it: the holder hangs, was stopped, waits for
