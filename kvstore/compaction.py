@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import lmdb
 
 from kvstore.errors import StoreDamagedError
-from kvstore.files import permit, sync_folder
+from kvstore.files import DRAFT, permit, sync_folder
 from kvstore.lmdb_files import PAGE
 from kvstore.lmdb_free import give_back_free_pages
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from kvstore.environment import Environment
 
-__all__ = ["DRAFT", "compact", "is_worthwhile"]
+__all__ = ["COMPACTED", "compact", "is_worthwhile"]
 
-DRAFT = ".new-data.mdb"
+COMPACTED = f"{DRAFT}data.mdb"
 """The name of the new file until it is complete; in the folder that `Presence` keeps its own in."""
 
 LEAST_BYTES, MOST_BYTES = 128 << 10, 1 << 20

@@ -1,14 +1,18 @@
 """Files and folders of our own, opened and made so that nothing that stands under their names can surprise us; written
 whole or not at all.
+
+What several users share has its permissions before it has its name: whoever is killed in between leaves a draft
+(`DRAFT`), and not a folder or a lock that only he may use.
 """
 
-# ruff: noqa: PTH101, PTH102, PTH104, PTH108, PTH112, PTH120 - plain strings: a Path costs more than the system call it is made for
+# ruff: noqa: PTH101, PTH102, PTH104, PTH106, PTH108, PTH112, PTH118, PTH120 - plain strings: a Path costs more than the system call it is made for
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import os
+import secrets
 import stat
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -17,18 +21,26 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
+    "DRAFT",
+    "SHARED",
     "NotAFileError",
     "fill_with_zeros",
     "make_folder",
     "open_file",
+    "open_or_make",
     "open_unchecked",
     "permit",
     "punch_hole",
     "replace_file",
+    "sweep_drafts",
     "sync_folder",
     "write_all",
 ]
 
+DRAFT = ".new-"
+"""How the name begins of what is being made, beside what it is to be; empty, where it is a folder."""
+SHARED = 0o077
+"""Of a mode: what others than the owner may."""
 _ZEROS = memoryview(bytes(1 << 20))
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
@@ -70,16 +82,83 @@ def _is_something_else(path: str) -> bool:
         return False
 
 
-def make_folder(path: str | Path, mode: int) -> None:
-    """Make the directory `path`, unless it is there, with the search bits that go with the file permissions `mode`."""
+def make_folder(path: str | Path, mode: int, *, draft: str | Path | None = None) -> None:
+    """Make the directory `path`, unless it is there, with the search bits that go with the file permissions `mode`.
+
+    `draft` is a path on the same file system that nobody else uses; one beside `path`, if none is given.
+    """
+    if not mode & SHARED:
+        _mkdir(path)
+        return
+    wanted = mode | (mode & 0o444) >> 2  # not left to the umask: the option says who may read
+    if os.path.isdir(path):
+        permit(path, wanted)
+        return
+    draft = draft or _draft_beside(path)
+    _mkdir(draft)
+    try:
+        permit(draft, wanted)
+        os.rename(draft, path)
+    except OSError as error:
+        with suppress(OSError):
+            os.rmdir(draft)
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT) or not os.path.isdir(path):
+            raise  # else somebody else made it, and may have swept our draft away
+
+
+def _mkdir(path: str | Path) -> None:
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:
         if not os.path.isdir(path):
             raise
-        if not mode & 0o077:
-            return
-    permit(path, mode | (mode & 0o444) >> 2)  # not left to the umask: the option says who may read
+
+
+def open_or_make(path: str | Path, flags: int, mode: int) -> int:
+    """A descriptor of the file `path` that all users of something share, a lock; made, if it is not there, and of
+    exactly `mode`, if it is ours. Raises OSError.
+    """
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if mode & SHARED:
+            _make_shared(path, mode)
+        fd = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, mode)
+    try:
+        permit(fd, mode)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # then a next time
+            os.close(fd)
+            raise
+    return fd
+
+
+def _make_shared(path: str | Path, mode: int) -> None:
+    """Have an empty file there, unless one is: it has its permissions when it can first be seen."""
+    draft = _draft_beside(path)
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        permit(fd, mode)
+        with suppress(OSError):  # somebody else made it, or there are no links here: then it is made under its name
+            os.link(draft, path)
+    finally:
+        os.close(fd)
+        with suppress(FileNotFoundError):
+            os.unlink(draft)
+
+
+def _draft_beside(path: str | Path) -> str:
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f"{DRAFT}{name}-{secrets.token_hex(8)}")
+
+
+def sweep_drafts(folder: str | Path) -> None:
+    """Remove what somebody who was killed had been making in `folder`. For who knows that nobody is making anything."""
+    with os.scandir(folder) as entries:
+        drafts = [entry for entry in entries if entry.name.startswith(DRAFT)]
+    for draft in drafts:
+        with suppress(FileNotFoundError):
+            (os.rmdir if draft.is_dir(follow_symlinks=False) else os.unlink)(draft.path)
 
 
 def permit(file: int | str | Path, mode: int) -> None:
@@ -88,7 +167,7 @@ def permit(file: int | str | Path, mode: int) -> None:
     """
     status = os.stat(file)  # noqa: PTH116 - a descriptor or a path
     if status.st_uid == os.geteuid() and status.st_mode & 0o777 != mode:
-        os.chmod(file, mode)
+        os.chmod(file, mode | status.st_mode & stat.S_ISGID)  # a folder that a group works in stays one
 
 
 def sync_folder(folder: Path | str) -> None:

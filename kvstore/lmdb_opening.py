@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from kvstore.errors import (
     StoreNotFoundError,
     TierUnavailable,
 )
-from kvstore.files import permit
+from kvstore.files import DRAFT, SHARED, open_or_make, permit
 from kvstore.lmdb_errors import explained
 from kvstore.lmdb_files import PAGE, damage
 from kvstore.turns import Turns
@@ -79,10 +80,8 @@ def make_ready(directory: Path, *, readonly: bool, mode: int, remedy: str) -> No
     elif problem := damage(directory, thorough=False):
         raise StoreDamagedError(f"{problem}. {remedy}")
     try:
-        descriptor = os.open(directory / "lock.mdb", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
+        descriptor = _open_locks(directory / "lock.mdb", readonly=readonly, mode=mode)
         try:
-            if not readonly:
-                permit(descriptor, mode)
             os.posix_fallocate(descriptor, 0, LOCK_BYTES)
         finally:
             os.close(descriptor)
@@ -97,6 +96,21 @@ def make_ready(directory: Path, *, readonly: bool, mode: int, remedy: str) -> No
                 " it with mode=0660 or mode=0666"
             )
         raise kind(f"{directory / 'lock.mdb'}: {error.strerror}: {remedy}") from error
+
+
+def _open_locks(path: Path, *, readonly: bool, mode: int) -> int:
+    if readonly:
+        with suppress(FileNotFoundError):
+            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    return open_or_make(path, os.O_RDWR, mode)
+
+
+def _make_data(directory: Path, mode: int) -> None:
+    """An empty environment, which has its permissions when it can first be seen: LMDB leaves them to the umask."""
+    draft = directory / f"{DRAFT}data.mdb"
+    lmdb.open(str(draft), subdir=False, lock=False, map_size=CREATION_BYTES, mode=0o600).close()
+    permit(draft, mode)
+    draft.rename(directory / "data.mdb")
 
 
 def really_open(
@@ -114,6 +128,8 @@ def really_open(
     turns = None if readonly else Turns(directory, mode)
     env: lmdb.Environment | None = None
     try:
+        if not readonly and mode & SHARED and not (directory / "data.mdb").exists():
+            _make_data(directory, mode)
         env = lmdb.open(
             str(directory),
             map_size=map_size,

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from kvstore.errors import StoreAccessError, StoreFullError, StoreOpenError, TierUnavailable
-from kvstore.files import permit, replace_file, sync_folder, write_all
+from kvstore.files import DRAFT, open_or_make, permit, replace_file, sweep_drafts, sync_folder, write_all
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -50,7 +50,7 @@ GATE_TIMEOUT_S = 60.0
 PRESENCE_BYTES = 4 * 4096
 """What these files occupy at most: `state`, its successor and `scrub`, a block each (locks are empty), and some air."""
 
-_LEASE, _NEW = "lease-", ".new-"
+_LEASE = "lease-"
 _LINE_BYTES = 64
 
 
@@ -108,7 +108,7 @@ def mode_of(path: Path) -> int:
 
 def is_presence_file(name: str) -> bool:
     """Whether a file of this name in a tier's directory belongs to this module."""
-    return name in ("gate", "users", "state", "writer", "scrub") or name.startswith((_LEASE, _NEW))
+    return name in ("gate", "users", "state", "writer", "scrub") or name.startswith((_LEASE, DRAFT))
 
 
 class Presence:
@@ -221,7 +221,7 @@ class Presence:
         """
         more = _boot_id() if state is State.DIRTY else self._sealed if state is State.CLEAN else ""
         text = f"{state.value} {more}".rstrip().ljust(_LINE_BYTES - 1).encode("ascii") + b"\n"
-        path, temporary = self.directory / "state", self.directory / f"{_NEW}state"
+        path, temporary = self.directory / "state", self.directory / f"{DRAFT}state"
         try:
             replace_file(path, text, draft=temporary, mode=self._mode)
         except OSError as error:
@@ -264,11 +264,10 @@ class Presence:
         if self.readonly:
             return
         if self.alone:
-            for leftover in self.directory.glob(f"{_NEW}*"):  # of one who died before it had a name
-                leftover.unlink()
+            sweep_drafts(self.directory)
             if self.found is State.CLEAN:
                 self.mark(State.DIRTY)
-        temporary = self.directory / f"{_NEW}{self.lease.hex()}"
+        temporary = self.directory / f"{DRAFT}{self.lease.hex()}"
         self._descriptors["lease"] = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._mode)
         permit(self._descriptors["lease"], self._mode)
         fcntl.flock(self._descriptors["lease"], fcntl.LOCK_EX)
@@ -282,16 +281,18 @@ class Presence:
         self._let_go("gate")
 
     def _open(self, name: str) -> int | None:
-        flags = os.O_RDONLY if self.readonly else os.O_RDWR | os.O_CREAT
+        path = self.directory / name
         try:
-            descriptor = os.open(self.directory / name, flags | os.O_CLOEXEC, self._mode)
+            descriptor = (
+                os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                if self.readonly
+                else open_or_make(path, os.O_RDWR, self._mode)
+            )
         except FileNotFoundError:
             if not self.readonly:
                 raise
             return None
         self._descriptors[name] = descriptor
-        if not self.readonly:
-            permit(descriptor, self._mode)
         return descriptor
 
     def _lock(self, name: str) -> None:
@@ -321,7 +322,7 @@ class Presence:
 
     def _leave(self) -> None:
         if "lease" in self._descriptors:
-            for prefix in (_LEASE, _NEW):
+            for prefix in (_LEASE, DRAFT):
                 (self.directory / f"{prefix}{self.lease.hex()}").unlink(missing_ok=True)
         for name in ("lease", "users", "gate"):  # the gate last: whoever waits there must find the rest let go
             self._let_go(name)

@@ -23,7 +23,7 @@ from weakref import WeakSet, ref
 import lmdb
 
 from kvstore.errors import KVStoreError, StoreClosedError
-from kvstore.files import permit, write_all
+from kvstore.files import open_or_make, write_all
 from kvstore.namespace import FINGERPRINT_BYTES
 from kvstore.reading import ThreadMemory
 from kvstore.types import BlockRead, GetOutcome
@@ -160,9 +160,8 @@ class Scrubber:
         """Whether this is the one who scrubs; then what was done before is known."""
         if self._descriptor is not None:
             return True
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._mode)
+        descriptor = open_or_make(self._path, os.O_RDWR, self._mode)
         try:
-            permit(descriptor, self._mode)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(descriptor)

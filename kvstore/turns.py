@@ -18,12 +18,12 @@ import os
 import struct
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore.errors import TierUnavailable
-from kvstore.files import permit
+from kvstore.files import open_or_make
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -53,9 +53,7 @@ class Turns:
 
     def __init__(self, directory: Path, mode: int) -> None:
         self._path = directory / WRITER
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
-        with suppress(OSError):  # a full disk, say
-            permit(self._descriptor, mode)
+        self._descriptor = open_or_make(self._path, os.O_RDWR, mode)
         self._here = threading.Lock()
         self._stalled_since: float | None = None
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.catalog import DATABASES, Catalog, stored_capacity
-from kvstore.compaction import DRAFT, compact
+from kvstore.compaction import COMPACTED, compact
 from kvstore.environment import PAGE, Environment, check_filesystem, damage
 from kvstore.errors import NotAStoreError, StoreDamagedError, StoreFullError, StoreNotFoundError
+from kvstore.files import DRAFT, make_folder
 from kvstore.presence import Presence, State, explained, is_presence_file, mode_of
 from kvstore.records import generation_of
 from kvstore.retention import Retention
@@ -164,13 +165,13 @@ def _make_directory(directory: Path, *, readonly: bool, mode: int) -> None:
         if readonly:
             raise StoreNotFoundError(f"{directory} does not exist, and read-only creates nothing")
         try:
-            directory.mkdir(parents=True)
-        except NotADirectoryError as error:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(directory, mode)
+        except (NotADirectoryError, FileExistsError) as error:
             raise NotAStoreError(f"{directory}: a part of this path is a file") from error
-        directory.chmod(mode | (mode & 0o444) >> 2)
     if not directory.is_dir():
         raise NotAStoreError(f"{directory} is a file; an LMDB tier is a directory with data.mdb in it")
-    names = {path.name for path in directory.iterdir()} - {"lost+found"}
+    names = {path.name for path in directory.iterdir() if not path.name.startswith(DRAFT)} - {"lost+found"}
     foreign = sorted(name for name in names if name not in _FILES and not is_presence_file(name))
     if foreign or (names and "gate" not in names):
         found = ", ".join(foreign[:3] or sorted(names))
@@ -228,7 +229,7 @@ def _shrink(presence: Presence, space: Space, mode: int) -> None:
         catalog = Catalog(environment)
         catalog.prepare(space.capacity, alone=True)
         _evict_down(catalog, space)
-        if not compact(environment, presence.directory / DRAFT, lambda _: True):
+        if not compact(environment, presence.directory / COMPACTED, lambda _: True):
             raise StoreFullError(
                 f"{presence.directory}: its data file is larger than capacity={space.capacity} and could not be written"
                 " anew, which takes as much space as it is to have: make room on its disk, or remove the tier"

@@ -98,7 +98,7 @@ class Folders:
         document = f"{folder}/{METADATA_NAME}"
         if os.path.exists(document):
             return
-        make_folder(folder, self._mode)
+        make_folder(folder, self._mode, draft=f"{draft}-folder")
         if self._durable:
             sync_folder(os.path.dirname(folder))
         if not self._is_linked(text, document):

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvstore.errors import TierUnavailable
-from kvstore.files import permit
+from kvstore.files import open_or_make
 from kvstore_zarr.calls import lock_all, unlock
 
 if TYPE_CHECKING:
@@ -48,9 +48,8 @@ class NameLocks:
         stopped, say.
         """
         deadline = time.monotonic() + PATIENCE_S
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._mode)
+        fd = open_or_make(self._path, os.O_RDWR, self._mode)
         try:
-            permit(fd, self._mode)
             offsets = sorted({int.from_bytes(address[-8:], "big") % _OFFSETS for address in addresses})
             self._lock(fd, offsets, deadline)
             yield

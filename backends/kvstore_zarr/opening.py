@@ -23,7 +23,7 @@ from kvstore.errors import (
     StoreOpenError,
     StoreSealedError,
 )
-from kvstore.files import make_folder
+from kvstore.files import DRAFT, make_folder, sweep_drafts
 from kvstore.growth import Growth
 from kvstore.namespace import FINGERPRINT_BYTES
 from kvstore.presence import Presence, State, explained, mode_of
@@ -69,10 +69,13 @@ def open_tier(url: TierURL) -> tuple[LocalTier, str | None]:
         check_filesystem(root)
         mode = url.option(MODE) if MODE.name in url.raw_options else mode_of(root / INNER)
         if not url.option(READONLY):
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            root.parent.mkdir(parents=True, exist_ok=True)
             for folder in (root, root / INNER, root / CATALOGUE, root / DRAFTS):
                 make_folder(folder, mode)
         with Presence.opening(root / INNER, readonly=url.option(READONLY), mode=mode) as presence:
+            if presence.alone and not presence.readonly:
+                for folder in (root, root / CATALOGUE):
+                    sweep_drafts(folder)
             try:
                 must_rebuild = _must_rebuild(root / CATALOGUE, presence)
                 tier, reason = _open_parts(url, root, presence, mode, sealer, must_rebuild=must_rebuild)
@@ -119,7 +122,7 @@ def _check_location(root: Path, url: TierURL) -> Sealer | None:
     known = INNER in names and (root / INNER).is_dir()
     if not known:
         for name in names:
-            if name != "lost+found" and read_namespace(root / name) is None:
+            if name != "lost+found" and not name.startswith(DRAFT) and read_namespace(root / name) is None:
                 raise NotAStoreError(
                     f"{root} is no tier, and {name!r} in it is not kvstore's: choose an empty or a new directory"
                 )

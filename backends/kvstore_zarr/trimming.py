@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstore.compaction import DRAFT, compact, is_worthwhile
+from kvstore.compaction import COMPACTED, compact, is_worthwhile
 from kvstore_zarr.put import make_room
 from kvstore_zarr.tier import INNER
 
@@ -45,4 +45,4 @@ def _compacted(tier: LocalTier, most: int | None) -> bool:
         with tier.catalog.read() as snapshot:
             return most is None or tier.occupied(snapshot) + nbytes <= most
 
-    return compact(tier.environment, tier.root / INNER / DRAFT, has_room)
+    return compact(tier.environment, tier.root / INNER / COMPACTED, has_room)

@@ -73,7 +73,7 @@ class DirectoryClient(ObjectClient):
         self._ready: set[str] = set()
         with explained(self._root):
             if not url.option(READONLY):
-                self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._root.parent.mkdir(parents=True, exist_ok=True)
                 make_folder(self._root, self._mode)
             if self._root.exists() and not self._root.is_dir():
                 raise NotAStoreError(f"{self._root} is not a directory: choose another path")
@@ -138,7 +138,10 @@ class DirectoryClient(ObjectClient):
         return Listed(path, status.st_size, status.st_mtime)
 
     def _delete(self, path: str) -> None:
-        os.unlink(self._at(path))  # noqa: PTH108
+        if path.rpartition("/")[2].startswith(DRAFT):
+            _remove(self._at(path))
+        else:
+            os.unlink(self._at(path))  # noqa: PTH108
 
     def overwrite(self, path: str) -> None:
         """The file goes under a draft's name first, so that nobody reads half of it; and is gone then."""
@@ -154,11 +157,13 @@ class DirectoryClient(ObjectClient):
 
     def _leftovers(self) -> Sequence[Listed]:
         found: list[Listed] = []
-        for folder, _, files in os.walk(self._root):
-            for name in files:
+        for folder, folders, files in os.walk(self._root):
+            for name in [*folders, *files]:
                 if name.startswith(DRAFT):
                     with suppress(FileNotFoundError):
-                        found.append(self._look(os.path.relpath(f"{folder}/{name}", self._root)))
+                        status = os.lstat(f"{folder}/{name}")
+                        size = status.st_size if stat.S_ISREG(status.st_mode) else 0
+                        found.append(Listed(os.path.relpath(f"{folder}/{name}", self._root), size, status.st_mtime))
         return found
 
     def remove_folder(self, folder: str) -> None:
@@ -203,7 +208,7 @@ class DirectoryClient(ObjectClient):
             missing.append(above)
             above = above.rpartition("/")[0]
         for path in reversed(missing):
-            make_folder(path, self._mode)
+            make_folder(path, self._mode, draft=f"{path.rpartition('/')[0]}/{DRAFT}{secrets.token_hex(8)}")
         _sweep(folder)
         self._ready.add(folder)
 
@@ -231,7 +236,17 @@ def _sweep(folder: str) -> None:
     for draft in drafts:
         with suppress(FileNotFoundError):
             if time.time() - os.stat(draft).st_mtime > DRAFT_LIVES_S:  # noqa: PTH116
-                os.unlink(draft)  # noqa: PTH108
+                _remove(draft)
+
+
+def _remove(path: str) -> None:
+    """A file, or a folder that was being made."""
+    try:
+        os.unlink(path)  # noqa: PTH108
+    except (IsADirectoryError, PermissionError):
+        if not os.path.isdir(path):  # noqa: PTH112
+            raise
+        os.rmdir(path)  # noqa: PTH106
 
 
 def _notes(root: Path) -> tuple[str, ...]:

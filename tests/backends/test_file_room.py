@@ -95,9 +95,9 @@ def test_a_new_folder_takes_no_room_before_the_victims_are_gone(tier: Tier, monk
     """A large block goes for a small one, whose folders are new: both would be more than was reserved."""
     seen: list[int] = []
 
-    def make_folder(path: str | Path, mode: int) -> None:
+    def make_folder(path: str | Path, mode: int, **options: Any) -> None:
         before = occupied(tier)
-        real(path, mode)
+        real(path, mode, **options)
         seen.append(before)
 
     with tier.open() as store:
