@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import threading
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, TypeVar
@@ -45,17 +44,16 @@ from kvstore.types import (
 )
 from kvstore.url import CAPACITY, DURABILITY, KEEP_FREE, MODE, READONLY, Option, TierURL, local_path
 from kvstore_lmdb.entry import key_id_in, stored_bytes
-from kvstore_lmdb.get import few, get_together, is_kept
+from kvstore_lmdb.get import get_blocks
 from kvstore_lmdb.opening import Tier, open_tier
 from kvstore_lmdb.purge import finish_purge
-from kvstore_lmdb.put import Puts, Staged, chunks
-from kvstore_lmdb.removal import TOGETHER, purge_blocks, remove_as_read, remove_blocks, remove_unless, take_back
+from kvstore_lmdb.put import Puts, Staged, chunks, stage, with_keys
+from kvstore_lmdb.removal import TOGETHER, purge_blocks, remove_as_read, remove_blocks, take_back
 from kvstore_lmdb.repair import is_of_later_version, repair
-from kvstore_lmdb.seat import LOADS, Seat
+from kvstore_lmdb.whole import addresses_in, unseen, usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
-    from pathlib import Path
 
     from kvstore.catalog import Snapshot
     from kvstore.doctor import Finding
@@ -63,8 +61,6 @@ if TYPE_CHECKING:
     from kvstore.namespace import Namespace
     from kvstore.repairing import Examination, Repaired
     from kvstore.scrub import Scrubbed
-    from kvstore.sealing import Ring, Sealer
-    from kvstore_lmdb.get import Wanted
 
 __all__ = ["LMDBStore"]
 
@@ -128,7 +124,7 @@ class LMDBStore(BlockStore):
         now = now_ns()
         if not self._readonly:
             if self._sealer is not None:
-                staged = _with_keys(self._sealer, staged)
+                staged = with_keys(self._sealer, staged)
             with self._telling():
                 take_back(self._tier, self._allowance, [member.address for member in staged])
             for chunk in self._chunks(staged):
@@ -139,11 +135,7 @@ class LMDBStore(BlockStore):
         return outcomes
 
     def _staged(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[Staged]:
-        staged: list[Staged] = []
-        for place, block in enumerate(blocks):
-            payload = namespace.check_write(block)
-            address = address_of(namespace, block.key)
-            staged.append(Staged(place, block, payload, address, stored_bytes(payload.nbytes + self._longer)))
+        staged = stage(namespace, blocks, sealed=self._sealer is not None)
         self._tier.environment.ensure_open()
         return staged
 
@@ -156,7 +148,7 @@ class LMDBStore(BlockStore):
         staged = self._staged(namespace, blocks)
         outcomes = [ResealOutcome.KEPT] * len(blocks)
         if self._sealer is not None and not self._readonly:
-            for chunk in self._chunks(_with_keys(self._sealer, staged)):
+            for chunk in self._chunks(with_keys(self._sealer, staged)):
                 with self._telling():
                     resealed = self._puts.reseal(namespace, chunk)
                 for member, outcome in zip(chunk, resealed, strict=True):
@@ -177,18 +169,9 @@ class LMDBStore(BlockStore):
             (address_of(namespace, block.key), namespace.check_buffer(block.key, block.into, writable=True))
             for block in blocks
         ]
-        catalog = self._tier.catalog
         self._tier.environment.ensure_open()
         with self._telling():
-            alive = [True] * len(checked)
-            if catalog.retention:
-                with catalog.read() as snapshot:
-                    alive = snapshot.alive([address for address, _ in checked])
-            ring = None if self._sealer is None else self._sealer.reading()
-            wanted = [one for one, is_alive in zip(checked, alive, strict=True) if is_alive]
-            seat = Seat.of(LOADS, max((into.nbytes for _, into in wanted), default=0))
-            got = iter([outcome for some in few(wanted) for outcome in self._get_together(some, ring, seat)])
-            return [next(got) if is_alive else GetOutcome.MISS for is_alive in alive]
+            return get_blocks(self._tier, checked, readonly=self._readonly)
 
     def of_later_version(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
         with self._telling():
@@ -248,10 +231,8 @@ class LMDBStore(BlockStore):
             after = entries[-1].address
 
     def usage(self) -> Usage:
-        with self._telling(), self._tier.catalog.read() as snapshot:
-            totals = snapshot.totals()
-            overhead = max(0, _occupied(self._tier.directory) - totals.used)
-        return Usage(totals.blocks, totals.used, totals.reserved, overhead, totals.capacity, totals.pinned)
+        with self._telling():
+            return usage(self._tier)
 
     def touch_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
         addresses = self._addresses(namespace, keys)
@@ -292,14 +273,8 @@ class LMDBStore(BlockStore):
             return repair(self._tier)
 
     def unseen(self) -> list[Unseen]:
-        found: list[Unseen] = []
-        with self._telling(), self._tier.catalog.read() as snapshot:
-            for fingerprint in snapshot.nameless():
-                name, sizes = fingerprint.hex(), [entry.size for entry in snapshot.scan(fingerprint)]
-                why = f"namespace {name} has no manifest that can be read: what is in it is found again when an engine"
-                why += " stores into it; kvstore purge --all removes it"
-                found.append(Unseen(name, why, len(sizes), sum(sizes)))
-        return found
+        with self._telling():
+            return unseen(self._tier)
 
     def purge_unseen(
         self, *, names: Collection[str], refuse_s: float = REFUSE_S, overwrite: bool = True
@@ -309,8 +284,8 @@ class LMDBStore(BlockStore):
         until = refused_until(refuse_s)
         self._purged_small |= bool(gone)  # also where the rest of it fails
         for one in gone:
-            with self._telling(), self._tier.catalog.read() as snapshot:
-                addresses = [entry.address for entry in snapshot.scan(bytes.fromhex(one.namespace))]
+            with self._telling():
+                addresses = addresses_in(self._tier, one)
             self._purge(addresses, until)
             with self._telling(), self._tier.catalog.write() as change:
                 change.drop_namespace(bytes.fromhex(one.namespace))
@@ -414,25 +389,3 @@ class LMDBStore(BlockStore):
             raise
         except (OSError, lmdb.Error) as error:
             raise TierUnavailable(f"{self.url} cannot tell: {error}") from error
-
-    def _get_together(self, wanted: Sequence[Wanted], ring: Ring | None, seat: Seat) -> list[GetOutcome]:
-        outcomes, stale = get_together(self._tier, wanted, ring, seat)
-        for one in stale:  # damaged, or its bytes went behind our back: the books follow
-            if not self._readonly:
-                remove_unless(self._tier, one[0], partial(is_kept, wanted=one, ring=ring))
-        return outcomes
-
-
-def _with_keys(sealer: Sealer, blocks: list[Staged]) -> list[Staged]:
-    """The blocks with what each is sealed with; those for whose tenant there is no key cannot be stored."""
-    keys = sealer.writing(staged.block.tenant for staged in blocks)
-    return [replace(staged, data_key=keys[staged.block.tenant]) for staged in blocks if staged.block.tenant in keys]
-
-
-def _occupied(directory: Path) -> int:
-    """`st_blocks` of a directory and its files, in bytes; what vanishes meanwhile is passed over."""
-    blocks = 0
-    for path in (directory, *directory.iterdir()):
-        with suppress(FileNotFoundError):
-            blocks += path.stat().st_blocks
-    return 512 * blocks

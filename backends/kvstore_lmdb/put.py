@@ -11,17 +11,17 @@ from __future__ import annotations
 import errno
 import time
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import lmdb
 import numpy as np
 
-from kvstore.catalog import Entry
+from kvstore.catalog import Entry, address_of
 from kvstore.sealing import SEAL_BYTES
 from kvstore.types import NO_POSITION, BlockWrite, PutOutcome, ResealOutcome
-from kvstore_lmdb.entry import HEADER_BYTES, Bytes, fill, place_of
+from kvstore_lmdb.entry import HEADER_BYTES, Bytes, fill, place_of, stored_bytes
 from kvstore_lmdb.opening import BLOCKS, Tier, evict, tree_bytes
 from kvstore_lmdb.seat import STORES, Seat
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     from kvstore.catalog import Change, Totals
     from kvstore.namespace import Namespace
-    from kvstore.sealing import DataKey
+    from kvstore.sealing import DataKey, Sealer
 
-__all__ = ["Numbered", "Puts", "Staged", "chunks"]
+__all__ = ["Numbered", "Puts", "Staged", "chunks", "stage", "with_keys"]
 
 T = TypeVar("T")
 
@@ -68,6 +68,22 @@ class Staged:
     def value_bytes(self) -> int:
         """How long its value is."""
         return HEADER_BYTES + self.payload.nbytes + (0 if self.data_key is None else SEAL_BYTES)
+
+
+def stage(namespace: Namespace, blocks: Sequence[BlockWrite], *, sealed: bool) -> list[Staged]:
+    """The blocks of a put, checked. Raises `InvalidBlockError`."""
+    staged: list[Staged] = []
+    for place, block in enumerate(blocks):
+        payload = namespace.check_write(block)
+        size = stored_bytes(payload.nbytes + (SEAL_BYTES if sealed else 0))
+        staged.append(Staged(place, block, payload, address_of(namespace, block.key), size))
+    return staged
+
+
+def with_keys(sealer: Sealer, blocks: Sequence[Staged]) -> list[Staged]:
+    """The blocks with what each is sealed with; those for whose tenant there is no key cannot be stored."""
+    keys = sealer.writing(staged.block.tenant for staged in blocks)
+    return [replace(staged, data_key=keys[staged.block.tenant]) for staged in blocks if staged.block.tenant in keys]
 
 
 class Puts:
