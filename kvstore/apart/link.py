@@ -143,6 +143,9 @@ class Link:
         known = self._namespaces.get(namespace)
         if known is None:
             with self._naming:
+                known = self._namespaces.get(namespace)
+                if known is not None:  # another thread's, just now: a second number would be the next namespace's, too
+                    return known
                 known = len(self._namespaces)
                 self._outbox.append(_Message(frame(("name", known, namespace))))
                 self._namespaces[namespace] = known  # last: whoever finds it here may use it at once

@@ -222,8 +222,9 @@ class StoreApart(BlockStore):
                     return
         finally:
             with contextlib.suppress(StoreClosedError):  # a forked child drops what is its parent's
-                self._link.begin("drop", (scan,), {}, lambda _, __: None)
-                self._link.send()
+                if self._link.process is not None:  # no other one has it
+                    self._link.begin("drop", (scan,), {}, lambda _, __: None)
+                    self._link.send()
 
     def usage(self) -> Usage:
         return self._ask("usage")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import inspect
 import os
@@ -121,7 +122,10 @@ def test_closing_ends_a_process_that_hangs_while_it_is_started_again(
 
 
 def test_closing_starts_no_process(store: StoreApart) -> None:
+    scan = store.scan(SPACE)
     kill(store)
+    scan.close()  # type: ignore[attr-defined] # a generator
+    assert not store._link._asked
     store.close()
     assert store.restarts == 0
 
@@ -304,6 +308,18 @@ def test_a_process_that_cannot_be_launched_leaves_nothing(tmp_path: Path, monkey
     assert descriptors() == before
 
 
+def test_a_namespace_that_two_threads_name_at_once_has_one_number_and_the_next_has_another(lasting: StoreApart) -> None:
+    spaces = [dataclasses.replace(SPACE, revision=revision) for revision in ("one", "two")]
+    number = lasting._link.number
+    with ThreadPoolExecutor(4) as pool:
+        with lasting._link._naming:  # so that each has looked before it waits
+            named = [pool.submit(number, spaces[0]) for _ in range(4)]
+            time.sleep(0.1)
+        numbers = {future.result(PATIENCE) for future in named}
+    assert numbers == {number(spaces[0])}
+    assert number(spaces[1]) not in numbers
+
+
 def test_an_answer_stays_there() -> None:
     answer = Answer()
     assert not answer.wait(0.0)
@@ -311,6 +327,13 @@ def test_an_answer_stays_there() -> None:
     assert answer.wait(0.0)
     assert answer.wait(0.0)
     assert answer.value() == 7
+
+
+def test_closing_lets_go_of_memory_that_was_lent() -> None:
+    before = descriptors()
+    with StoreApart("memory://x", [rows(1)[0].data]):
+        assert descriptors() > before
+    assert descriptors() == before
 
 
 def test_memory_that_could_not_be_lent_is_not(store: StoreApart) -> None:
