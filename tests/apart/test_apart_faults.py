@@ -53,7 +53,7 @@ def kill(store: StoreApart) -> None:
 
 def test_every_verb_is_asked_of_the_store_there(store: StoreApart) -> None:
     verbs = {name for name, _ in inspect.getmembers(BlockStore, inspect.isfunction) if not name.startswith("_")}
-    assert verbs - vars(StoreApart).keys() == {"amiss"}, "which follows from `unseen`"
+    assert verbs <= vars(StoreApart).keys()
     assert store.of_later_version(SPACE, EIGHT) == [False] * 8
     store.ensure_open()
     store.close()
