@@ -102,6 +102,11 @@ class BlockStore(ABC):
     options: ClassVar[tuple[Option[object], ...]] = ()
     """The URL options this backend understands; any other is an error before the constructor runs."""
 
+    remote: ClassVar[bool] = False
+    """Blocks come over a network, as `Capabilities.can_hang` says of one that is open: an engine lets a process of its
+    own (`kvstore.apart`) wait for them.
+    """
+
     capabilities: Capabilities
 
     def __init__(self, url: TierURL) -> None:

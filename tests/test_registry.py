@@ -192,3 +192,10 @@ def test_the_readme_backend_changes_nothing_when_it_is_read_only(tmp_path: Path)
         assert store.delete_many(SPACE, KEYS[:1]) == [False]
         assert [outcome for outcome, _ in read(store, KEYS[0])] == [GetOutcome.CORRUPT]
     assert file.exists()
+
+
+@pytest.mark.parametrize("url", ["file:///tmp/x", "lmdb:///tmp/x", "memory://x", "s3://b/x", "gs://b", "redis://h/0"])
+def test_what_comes_over_a_network_is_known_before_it_is_opened(url: str) -> None:
+    parsed = TierURL.parse(url)
+    assert backend_class(parsed).remote is (parsed.scheme in {"s3", "gs", "redis"})
+    assert backend_class(TierURL.parse("file:///tmp/x?remote=true")).remote

@@ -78,6 +78,7 @@ class RedisStore(KeyValueStore):
 
     options: ClassVar[tuple[Option[object], ...]] = (*KeyValueStore.options, TIMEOUT, PREFIX, CA_CERTS)
     capabilities = Capabilities(persistent=True, shared=True, can_hang=True, io="network")
+    remote = True
     errors = (RedisError,)
 
     def connect(self) -> None:

@@ -16,7 +16,7 @@ Where to look:
 `kvstore.tiering.pool_apart` hands it the jobs of a tier without a thread for each.
 """
 
-from kvstore.apart.memory import shared_memory
+from kvstore.apart.memory import is_shareable, shared_memory
 from kvstore.apart.store import StoreApart
 
-__all__ = ["StoreApart", "shared_memory"]
+__all__ = ["StoreApart", "is_shareable", "shared_memory"]

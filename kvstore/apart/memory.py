@@ -22,13 +22,15 @@ import numpy as np
 
 from kvstore.errors import ConfigurationError
 from kvstore.integrity import address_in_memory
+from kvstore.layout import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
+    from typing_extensions import Buffer
 
-__all__ = ["Lent", "Region", "shared_memory"]
+__all__ = ["Lent", "Region", "is_shareable", "shared_memory"]
 
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (....) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+)")
 
@@ -46,6 +48,18 @@ def shared_memory(nbytes: int) -> NDArray[np.uint8]:
     with contextlib.suppress(OSError):  # a kernel without huge pages: only slower
         area.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(area, dtype=np.uint8)
+
+
+def is_shareable(memory: Buffer) -> bool:
+    """Whether another process can be given `memory`: `shared_memory` is, and so is what vLLM makes for its workers."""
+    flat = as_bytes(memory)
+    lent = Lent()
+    try:
+        lent.add(flat)
+    except ConfigurationError:
+        return False
+    lent.clear()
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,14 @@ options of the URL (capacity, ttl, …) stand in the URL, or in a mapping called
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from kvstore.apart import is_shareable
 from kvstore.errors import ConfigurationError, InvalidOptionError, UnknownOptionError
+from kvstore.registry import backend_class
 from kvstore.tiering import SecondaryTier
 from kvstore.tiering.secondary import LOAD_TIMEOUT, NETWORK_LOAD_TIMEOUT
 from kvstore.url import Option, TierURL, boolean, choice, parse_duration, parse_size
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KNOWN", "TierOptions"]
 
+_log = logging.getLogger("kvstore.vllm")
 
 DEFAULT_THREADS = 16
 """As many requests as keep an NVMe drive busy; they wait for it in the kernel. (vLLM's own `fs` tier has 32.)"""
@@ -102,8 +106,11 @@ ARCHIVES: Option[tuple[TierURL, ...]] = Option(
 ALLOW_PINS: Option[bool] = Option(
     "allow_pins", boolean, True, "false: what requests say of pins is passed over; kvstore pin is the operator's"
 )
-IO_PROCESS: Option[bool] = Option(
-    "io_process", boolean, False, "true: a process of its own moves the bytes, beside the engine's and its GIL"
+IO_PROCESS: Option[bool | None] = Option(
+    "io_process",
+    boolean,
+    None,
+    "true: a process of its own moves the bytes, beside the engine's and its GIL; default: true on a network",
 )
 
 KNOWN: tuple[Option[Any], ...] = (
@@ -139,7 +146,7 @@ class TierOptions:
     namespace: str | None
     archives: tuple[TierURL, ...]
     allow_pins: bool
-    io_process: bool
+    io_process: bool | None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
@@ -166,13 +173,23 @@ class TierOptions:
                 lookup_timeout=self.lookup_timeout,
                 load_timeout=self.load_timeout,
                 staging_bytes=self.staging,
-                io_process=self.io_process,
+                io_process=self._wants_process(memory),
                 memory=memory,
             )
         except ValueError as error:
             if isinstance(error, ConfigurationError):
                 raise
             raise InvalidOptionError(f"{self.url}: {error}") from error
+
+    def _wants_process(self, memory: memoryview) -> bool:
+        if self.io_process is not None:
+            return self.io_process
+        if not backend_class(self.url).remote:
+            return False
+        if not is_shareable(memory):
+            _log.warning("%s: no process of its own moves its bytes, because vLLM's memory cannot be shared", self.url)
+            return False
+        return True
 
     def begin_warming(self, namespace: Namespace) -> Warming | None:
         """Begin to restore the archives in the background; None where there are none."""

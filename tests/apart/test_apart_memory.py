@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from apart_helpers import descriptors
 
-from kvstore.apart.memory import Lent, shared_memory
+from kvstore.apart.memory import Lent, is_shareable, shared_memory
 from kvstore.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ def test_what_cannot_be_shared_is_refused_with_what_to_do(kind: str) -> None:
             "read-only": flat(mmap.mmap(file.fileno(), PAGE, prot=mmap.PROT_READ)),
         }[kind]
         before = descriptors()
+        assert not is_shareable(memory)
         with pytest.raises(ConfigurationError, match=r"cannot be shared.*shared_memory.*io_process"):
             Lent().add(memory)
         assert descriptors() <= before  # fewer: a store of the test before has just let go of its own
@@ -92,6 +93,9 @@ def test_what_cannot_be_shared_is_refused_with_what_to_do(kind: str) -> None:
 
 def test_clearing_closes_what_was_opened() -> None:
     memory, lent = shared_memory(PAGE), Lent()
+    before = descriptors()
+    assert is_shareable(memory.data)
+    assert descriptors() <= before
     descriptor = lent.add(memory).descriptor
     assert os.fstat(descriptor).st_size == PAGE
     lent.clear()

@@ -50,6 +50,7 @@ class ObjectZarrStore(BlockStore):
     """
 
     options: ClassVar[tuple[Option[object], ...]] = OPTIONS
+    remote = True
 
     def __init__(self, url: TierURL) -> None:
         super().__init__(url)
