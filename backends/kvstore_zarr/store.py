@@ -28,6 +28,7 @@ from kvstore.tombs import refused_until
 from kvstore.types import GetOutcome, PutOutcome, ResealOutcome, Usage
 from kvstore.url import CAPACITY, DURABILITY, IO, KEEP_FREE, MODE, READONLY, Option, TierURL, boolean, local_path
 from kvstore_zarr import calls
+from kvstore_zarr.abandoned import abandoned_folders
 from kvstore_zarr.deleting import dropped_and_empty, has_files, remove
 from kvstore_zarr.expiry import take_back, take_out
 from kvstore_zarr.format import PAGE
@@ -187,7 +188,8 @@ class LocalZarrStore(BlockStore):
 
     def leftovers(self, *, remove: bool = False) -> list[Leftover]:
         with self._using() as tier:
-            return leftovers(tier.catalog, remove=remove and not tier.readonly)
+            removing = remove and not tier.readonly
+            return [*leftovers(tier.catalog, remove=removing), *abandoned_folders(tier, remove=removing)]
 
     def scan(self, namespace: Namespace) -> Iterator[BlockInfo]:
         return self._scan(namespace, lambda snapshot, after: snapshot.scan(namespace.fingerprint, after))

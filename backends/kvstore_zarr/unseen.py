@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvstore_zarr.tails import BlockFile
     from kvstore_zarr.tier import LocalTier
 
-__all__ = ["purge_unseen", "unseen"]
+__all__ = ["namespace_folders", "purge_unseen", "unseen"]
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ PUBLISHED_WITHIN_S = 0.2
 def unseen(tier: LocalTier) -> list[Unseen]:
     """See `BlockStore.unseen`."""
     found: list[Unseen] = []
-    for name, tree in _folders(tier):
+    for name, tree in namespace_folders(tier):
         if tree is None:
             found += _whole(tier, name)
             continue
@@ -54,7 +54,7 @@ def unseen(tier: LocalTier) -> list[Unseen]:
 def purge_unseen(tier: LocalTier, names: Collection[str], until: int, *, overwriting: bool) -> list[Unseen]:
     """See `BlockStore.purge_unseen`."""
     gone: list[Unseen] = []
-    for name, tree in _folders(tier):
+    for name, tree in namespace_folders(tier):
         if name not in names:
             continue
         if tree is not None:
@@ -64,7 +64,7 @@ def purge_unseen(tier: LocalTier, names: Collection[str], until: int, *, overwri
     return gone
 
 
-def _folders(tier: LocalTier) -> Iterator[tuple[str, NamespaceTree | None]]:
+def namespace_folders(tier: LocalTier) -> Iterator[tuple[str, NamespaceTree | None]]:
     """Each folder that has the name of a namespace, with its tree; None where nobody knows how to read it."""
     with tier.catalog.read() as snapshot:
         known = {space.name: space for space in snapshot.namespaces()}

@@ -165,6 +165,12 @@ class ObjectClient(ABC):
     def remove_folder(self, folder: str) -> None:  # noqa: B027 - most stores have no folders
         """Remove the folders at and below `folder` that are empty, where a store has folders."""
 
+    def empty_since(self, folder: str) -> float | None:  # noqa: ARG002 - most stores have no folders
+        """Since when (seconds since the epoch) there is no file at or below `folder`; None where there is one, or where
+        a store has no folders.
+        """
+        return None
+
     def list(self, folder: str = "") -> Iterator[Sequence[Listed]]:
         """Every object below `folder` (all of them without one), page by page, each page one request.
 

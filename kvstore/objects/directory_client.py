@@ -166,6 +166,15 @@ class DirectoryClient(ObjectClient):
                         found.append(Listed(os.path.relpath(f"{folder}/{name}", self._root), size, status.st_mtime))
         return found
 
+    def empty_since(self, folder: str) -> float | None:
+        changed = 0.0
+        for path, _, files in os.walk(self._at(folder)):
+            if files:
+                return None
+            with suppress(FileNotFoundError):
+                changed = max(changed, os.lstat(path).st_mtime)
+        return changed or None
+
     def remove_folder(self, folder: str) -> None:
         for path, _, _ in os.walk(self._at(folder), topdown=False):
             with suppress(OSError):  # somebody's file is in it, or a writer's

@@ -161,6 +161,39 @@ def test_what_dead_writers_left_is_found_and_goes(
     assert blocks_of(url) == {"org/other": 2}
 
 
+@pytest.mark.parametrize("options", ["", "?remote=true"], ids=["local", "remote"])
+def test_folders_of_namespaces_that_have_neither_manifest_nor_blocks_are_named_and_go(
+    options: str, tmp_path: Path, clock: MovableClock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, root = f"file://{tmp_path}/kv{options}", tmp_path / "kv"
+    with open_store(url) as store:
+        store.put_many(OTHER, [BlockWrite(key, bytes(4096)) for key in KEYS[:2]])
+    purged, made, mine, blocks = (root / (letter * 32) for letter in "abcd")
+    (purged / "g0" / "1f").mkdir(parents=True)
+    (purged / "g0" / "zarr.json").write_text("{}")
+    made.mkdir()
+    for folder, name in ((mine, "notes.txt"), (blocks, "g0/ab/1.2.3")):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_bytes(bytes(100))
+    said = machine(capsys, "gc", url, "--yes")
+    assert (said["leftovers"], said["removed"]["leftovers"]) == ([], 0)  # somebody may be making them
+    assert purged.exists()
+    assert made.exists()
+    clock.advance(2 * HOUR)
+    said = machine(capsys, "gc", url)
+    named = {leftover["place"].rstrip("/").partition("/")[0] for leftover in said["leftovers"]}
+    assert named == {purged.name, made.name}
+    assert (purged / "g0" / "zarr.json").exists()
+    said = machine(capsys, "gc", url, "--yes")
+    assert said["removed"]["leftovers"] == 2
+    assert not purged.exists()
+    assert not made.exists()
+    assert (mine / "notes.txt").exists()
+    assert (blocks / "g0" / "ab" / "1.2.3").exists()
+    assert blocks_of(url) == {"org/other": 2}
+    assert machine(capsys, "gc", url)["leftovers"] == []
+
+
 def test_what_has_no_age_is_said_to_have_none(
     tmp_path: Path, clock: MovableClock, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ import re
 from typing import TYPE_CHECKING
 
 from kvstore.errors import InvalidOptionError
+from kvstore.objects.client import Listed
 from kvstore.objects.settings import SWEEP
 from kvstore.retention import TTL, TTL_FROM, now_ns
 from kvstore.url import CAPACITY
@@ -17,11 +18,20 @@ from kvstore_zarr.metadata import METADATA_NAME, is_namespace_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from kvstore.objects.client import Listed, ObjectClient
+    from kvstore.objects.client import ObjectClient
     from kvstore.url import TierURL
     from kvstore_zarr.metadata import NamespaceTree
 
-__all__ = ["abandoned", "drop", "is_long_empty", "retention_notes", "stale", "wanted_capacity"]
+__all__ = [
+    "abandoned",
+    "drop",
+    "empty_folders",
+    "is_long_empty",
+    "nameless_in",
+    "retention_notes",
+    "stale",
+    "wanted_capacity",
+]
 
 DRAFT_LIVES_S = 3600.0
 """A draft that is older was left by a process that died."""
@@ -84,15 +94,32 @@ def abandoned(drafts: Iterable[Listed]) -> list[Listed]:
     return [entry for entry in drafts if 0 < entry.modified < long_ago]
 
 
-def stale(client: ObjectClient) -> list[Listed]:
-    """Drafts that nobody will finish, and blocks of namespaces that have no manifest."""
+def stale(client: ObjectClient, nameless: Sequence[str]) -> list[Listed]:
+    """Drafts that nobody will finish, and blocks and documents of namespaces that are `nameless`."""
     now, found = now_ns() / 1e9, abandoned(client.leftovers())
-    for folder in client.folders():
-        if is_namespace_name(folder) and not client.exists(f"{folder}/{METADATA_NAME}"):
-            entries = [entry for page in client.list(folder) for entry in page if _OURS.fullmatch(entry.path)]
-            if all(0 < entry.modified < now - ORPHANED_FOR_S for entry in entries):
-                found += entries
+    for folder in nameless:
+        entries = [entry for page in client.list(folder) for entry in page if _OURS.fullmatch(entry.path)]
+        has_blocks = any(not entry.path.endswith(f"/{METADATA_NAME}") for entry in entries)
+        old = now - (ORPHANED_FOR_S if has_blocks else EMPTY_FOR_S)
+        if all(0 < entry.modified < old for entry in entries):
+            found += entries
     return found
+
+
+def empty_folders(client: ObjectClient, nameless: Sequence[str]) -> list[Listed]:
+    """Those of the `nameless` folders that have no file at all, for long; where a store has folders."""
+    old, found = now_ns() / 1e9 - EMPTY_FOR_S, list[Listed]()
+    for folder in nameless:
+        changed = client.empty_since(folder)
+        if changed is not None and 0 < changed < old:
+            found.append(Listed(f"{folder}/", 0, changed))
+    return found
+
+
+def nameless_in(client: ObjectClient) -> list[str]:
+    """The folders of namespaces that have no manifest."""
+    names = [folder for folder in client.folders() if is_namespace_name(folder)]
+    return [name for name in names if not client.exists(f"{name}/{METADATA_NAME}")]
 
 
 def _is_document(tree: NamespaceTree, path: str) -> bool:

@@ -21,7 +21,7 @@ from kvstore_zarr.objects.opening import capabilities_of, open_tier
 from kvstore_zarr.objects.purge import FOLDER, purge_drafts, residues
 from kvstore_zarr.objects.putting import put_blocks, reseal_blocks
 from kvstore_zarr.objects.reading import are_there, get_blocks, ids_of_keys, is_later
-from kvstore_zarr.objects.remains import drop, is_long_empty, stale
+from kvstore_zarr.objects.remains import drop, empty_folders, is_long_empty, nameless_in, stale
 from kvstore_zarr.objects.removing import delete_blocks, purge_blocks, purge_folders
 from kvstore_zarr.objects.scanning import measure, scan_blocks, scan_listing
 from kvstore_zarr.objects.sweep import SweepCounts, Sweeper, rules_of
@@ -170,12 +170,16 @@ class ObjectZarrStore(BlockStore):
     def leftovers(self, *, remove: bool = False) -> list[Leftover]:
         with self._using() as tier:
             removing = remove and not tier.readonly
-            found = stale(tier.client)
+            nameless = nameless_in(tier.client)
+            found, folders = stale(tier.client, nameless), empty_folders(tier.client, nameless)
             if removing:
                 tier.remove([entry.path for entry in found])
+                gone = {entry.path.partition("/")[0] for entry in (*found, *folders)}
+                for name in gone.intersection(nameless):
+                    tier.client.remove_folder(name)
             ended = tier.graves.collect() if removing else tier.graves.ended()
         return [
-            *(Leftover(entry.path, entry.size, entry.modified) for entry in found),
+            *(Leftover(entry.path, entry.size, entry.modified) for entry in (*found, *folders)),
             *(Leftover(f"{FOLDER}/{name}", 0, 0.0) for name in ended),
         ]
 
