@@ -150,6 +150,8 @@ class BlockInfo:
     parent: bytes = NO_PARENT
     marks: tuple[Mark, ...] = ()
     """What was said of it (`BlockStore.mark_many`)."""
+    dated: bool = True
+    """Whether it is known when it was stored. Else its times are those of the scan: nothing goes for an age unknown."""
 
     @property
     def labels(self) -> tuple[str, ...]:

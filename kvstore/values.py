@@ -81,6 +81,7 @@ class Facts(NamedTuple):
     payload_crc: int
     key_id: bytes = b""
     """Of the data key that the payload is sealed with; empty where it is not sealed."""
+    known: bool = True
 
     def packed(self, namespace: Namespace, key: BlockKey) -> bytes:
         """The head of that block."""
@@ -104,13 +105,13 @@ class Facts(NamedTuple):
 
     @classmethod
     def unknown(cls) -> Facts:
-        """Of a block whose head cannot be read."""
-        return cls(now_ns(), NO_POSITION, NO_PARENT, 0)
+        """Of a block whose head cannot be read: damaged, or of a later version."""
+        return cls(now_ns(), NO_POSITION, NO_PARENT, 0, known=False)
 
     def info(self, key: BlockKey, stored_bytes: int) -> BlockInfo:
         """As a scan reports it. Uses are not counted: to note them would make each read a write."""
         created = self.created / 1e9
-        return BlockInfo(key, stored_bytes, created, created, 0, self.position, self.parent)
+        return BlockInfo(key, stored_bytes, created, created, 0, self.position, self.parent, dated=self.known)
 
 
 class Reading:

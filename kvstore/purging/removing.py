@@ -6,7 +6,7 @@ For `run`; what is found or removed goes into the tier's receipt.
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from kvstore.tombs import MOST_TOMBSTONES
 from kvstore.types import Residue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 
     from kvstore.abc import BlockStore
     from kvstore.namespace import Namespace
@@ -56,9 +56,10 @@ class TierPurge:
         """Count what would go."""
         for space in self._spaces():
             seen = SpaceReceipt(space.name, space.model)
-            for info in self._infos(space):
-                _count(seen, info, self.asked)
-                self.advance(1)
+            with self._untold(space) as untold:
+                for info in self._infos(space, untold):
+                    _count(seen, info, self.asked)
+                    self.advance(1)
             if seen.blocks:
                 self.receipt.spaces.append(seen)
         unseen = self._unseen()
@@ -96,14 +97,33 @@ class TierPurge:
         self.receipt.remains += self.store.finish_purge(overwrite=self.overwrite, advance=self._overwritten)
 
     def _count_what_is_left(self, spaces: Iterable[Namespace]) -> None:
-        for info in (info for space in spaces for info in self._infos(space)):
-            since = self.receipt.began <= info.created <= now_ns() / 1e9  # else it was there, by whatever clock
-            self.receipt.left += not since
-            self.receipt.stored_since += since
+        for space in spaces:
+            with self._untold(space) as untold:
+                for info in self._infos(space, untold):
+                    since = self.receipt.began <= info.created <= now_ns() / 1e9  # else it was there, by whatever clock
+                    self.receipt.left += not since
+                    self.receipt.stored_since += since
         self._say_unseen(self._unseen())
 
-    def _infos(self, space: Namespace) -> Iterator[BlockInfo]:
-        return self.asked.infos(self.store, space, self.data_keys())
+    def _infos(self, space: Namespace, untold: Callable[[BlockInfo], object] = lambda _: None) -> Iterator[BlockInfo]:
+        return self.asked.infos(self.store, space, self.data_keys(), untold)
+
+    @contextmanager
+    def _untold(self, space: Namespace) -> Generator[Callable[[BlockInfo], object]]:
+        """What counts blocks that do not say whether they are to go; the receipt names them when the body ends."""
+        blocks = nbytes = 0
+
+        def count(info: BlockInfo) -> None:
+            nonlocal blocks, nbytes
+            blocks, nbytes = blocks + 1, nbytes + info.stored_bytes
+
+        yield count
+        if blocks:
+            what = (
+                f"namespace {space.name}: {blocks} blocks that do not say when they were stored or under which key, as"
+                " they are of a later kvstore or damaged"
+            )
+            self.receipt.remains.append(Residue(what, nbytes, f"kvstore purge --namespace {space.name}"))
 
     def _spaces(self) -> list[Namespace]:
         return [space for space in self.store.namespaces() if self.asked.takes(space.name)]

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore.marks import Mark
 from kvstore.retention import now_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from kvstore.abc import BlockStore
     from kvstore.namespace import Namespace
     from kvstore.types import BlockInfo
 
+    Untold: TypeAlias = Callable[[BlockInfo], object]
+
 __all__ = ["Request"]
 
 AT_ONCE = 1000
 """Blocks asked for the key that they are under, in one call."""
+
+
+def _ignored(info: BlockInfo) -> None:
+    del info
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,29 +66,41 @@ class Request:
         return self.namespaces is None or name in self.namespaces
 
     def infos(
-        self, store: BlockStore, space: Namespace, data_keys: frozenset[bytes] = frozenset()
+        self, store: BlockStore, space: Namespace, data_keys: frozenset[bytes] = frozenset(), untold: Untold = _ignored
     ) -> Iterator[BlockInfo]:
         """The blocks of a namespace that are to go. Raises `ValueError` where the store cannot tell which.
 
-        `data_keys`: ids of the keys that the tenant's blocks are sealed with; for stores that keep no marks.
+        `data_keys`: ids of the keys that the tenant's blocks are sealed with; for stores that keep no marks. `untold`
+        is called with each block that does not say how old it is, or under which key: it is damaged, or a later
+        kvstore's, and not known to be one of those that are to go.
         """
-        if self.mark == Mark():
-            found = store.scan_ages(space)
-        elif store.capabilities.marks:
-            found = store.scan_marked(space, self.mark)
-        elif store.capabilities.sealed and self.mark == Mark(tenant=self.tenant):
-            found = _sealed_with(store, space, data_keys)
-        else:
+        by_keys = not store.capabilities.marks and self.mark != Mark()
+        if by_keys and not (store.capabilities.sealed and self.mark == Mark(tenant=self.tenant)):
             raise ValueError("it keeps no labels and tenants: purge it by namespace, by age, or as a whole")
-        if self.older_than is None:
-            return found
-        cutoff = now_ns() / 1e9 - self.older_than
-        return (info for info in found if info.created <= cutoff)
+        any_mark = by_keys or self.mark == Mark()
+        found = store.scan_ages(space) if any_mark else store.scan_marked(space, self.mark)
+        if self.older_than is not None:
+            found = _stored_by(now_ns() / 1e9 - self.older_than, found, untold)
+        return _sealed_with(data_keys, store, space, found, untold) if by_keys else found
 
 
-def _sealed_with(store: BlockStore, space: Namespace, data_keys: frozenset[bytes]) -> Iterator[BlockInfo]:
+def _stored_by(cutoff: float, infos: Iterator[BlockInfo], untold: Untold) -> Iterator[BlockInfo]:
+    """The blocks that were stored by then."""
+    for info in infos:
+        if not info.dated:
+            untold(info)
+        elif info.created <= cutoff:
+            yield info
+
+
+def _sealed_with(
+    data_keys: frozenset[bytes], store: BlockStore, space: Namespace, infos: Iterator[BlockInfo], untold: Untold
+) -> Iterator[BlockInfo]:
     """The blocks that are sealed with those keys: each is asked for its id."""
-    infos = store.scan_ages(space)
     while some := list(islice(infos, AT_ONCE)):
         ids = store.sealed_with(space, [info.key for info in some])
         yield from (info for info, key_id in zip(some, ids, strict=True) if key_id in data_keys)
+        silent = [info for info, key_id in zip(some, ids, strict=True) if key_id is None]
+        there = store.contains_many(space, [info.key for info in silent])
+        for info in (info for info, is_there in zip(silent, there, strict=True) if is_there):
+            untold(info)

@@ -7,6 +7,8 @@ import itertools
 import json
 import os
 import re
+import secrets
+import shlex
 import shutil
 import time
 from contextlib import contextmanager
@@ -23,8 +25,9 @@ from kvstore.catalog import address_of
 from kvstore.change import Change
 from kvstore.cli import EXIT_NOT_INTACT, EXIT_OK, run
 from kvstore.errors import TierUnavailable
+from kvstore.objects.client import Listed
 from kvstore.testing.servers import valkey
-from kvstore.testing.supply import SPACE, get, key, keys, writes
+from kvstore.testing.supply import SPACE, get, key, keys, write, writes
 from kvstore.url import TierURL
 from kvstore_lmdb import LMDBStore
 from kvstore_zarr.metadata import NamespaceTree
@@ -323,6 +326,38 @@ def test_a_dropped_namespace_keeps_its_manifest_over_files_that_are_there(tmp_pa
 def redis_server() -> Iterator[RedisServer]:
     with valkey() as running:
         yield running
+
+
+@pytest.mark.parametrize("kind", ["redis", "remote, without dates", "remote, encrypted"])
+def test_a_later_versions_block_that_does_not_say_whether_it_was_asked_for_is_named(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    url, asked = f"file://{tmp_path}/kv?remote=true&lookup_ttl=0", ("--older-than", "0s")
+    if kind == "redis":
+        url = request.getfixturevalue("redis_server").url()
+    elif kind == "remote, encrypted":
+        (tmp_path / "operator.key").write_text(secrets.token_hex(32))
+        url += f"&encryption=file:{tmp_path}/operator.key&keyring={tmp_path}/keyring.json"
+        asked = ("--tenant", "acme")
+    else:
+        monkeypatch.setattr("kvstore.objects.directory_client.Listed", lambda path, size, _: Listed(path, size, 0.0))
+    with kvstore.open_store(url) as store:
+        store.put_many(SPACE, [write(number, tenant="acme") for number in range(5)])
+        with monkeypatch.context() as later:
+            for module in ("kvstore.values", "kvstore_zarr.format"):
+                later.setattr(f"{module}.FORMAT_VERSION", 2)
+            store.put_many(SPACE, [write(5, tenant="acme")])
+        assert store.contains_many(SPACE, keys(range(6))) == [True] * 6
+        assert get(store, [4, 5]) == [HIT, MISS]
+    for how in ((), ("--yes", "--refuse", "0")):
+        code, told = machine(capsys, "purge", url, *asked, *how)
+        (named,) = [one for one in told["tiers"][0]["remains"] if "do not say" in one["what"]]
+        assert (code, told["complete"], told["tiers"][0]["blocks"]) == (EXIT_OK, True, 5)
+        assert f"namespace {SPACE.name}: 1 blocks" in named["what"]
+        assert named["nbytes"] > SPACE.block_bytes()
+    code, told = machine(capsys, *shlex.split(named["remedy"])[1:], url, "--yes", "--refuse", "0")
+    assert (code, told["complete"], told["tiers"][0]["blocks"]) == (EXIT_OK, True, 1)
 
 
 @pytest.mark.parametrize("kind", ["lmdb", "redis"])

@@ -230,10 +230,11 @@ def _parts(
 
 
 def info_of(tree: NamespaceTree, entry: Listed, key: BlockKey, data: Buffer) -> BlockInfo:
-    """What the end of the block says of it; of a damaged one, what the listing says."""
+    """What the end of the block says of it; of one that is damaged, or a later kvstore's, what the listing says."""
     frame, closing = tree.frames[key.group], as_bytes(data)
     facts = frame.facts(closing) if closing.nbytes == frame.closing else None
     if facts is None or facts.key != key:
-        return BlockInfo(key, entry.size, entry.modified, entry.modified)
+        modified = entry.modified or now_ns() / 1e9
+        return BlockInfo(key, entry.size, modified, modified, dated=bool(entry.modified))
     made = facts.created / 1e9
     return BlockInfo(key, entry.size, made, made, position=facts.position, parent=facts.parent)
