@@ -164,30 +164,7 @@ def _open_parts(
             root / CATALOGUE, names, readonly=readonly, mode=mode, remedy=_REMEDY.format(catalogue=root / CATALOGUE)
         )
         undo.callback(environment.close)
-        catalog = Catalog(environment, Retention.of(url))
-        wanted = url.option(CAPACITY)
-        capacity = catalog.prepare(wanted.resolve(root) if wanted else None, alone=presence.alone)
-        catalog.growth = Growth(environment, capacity)
-        record_seal(environment, PLAIN if sealer is None else sealer.id, alone=presence.alone)
-        sample = root / CATALOGUE / "data.mdb"
-        device, reason = BlockDevice.choose(url.option(IO), root / DRAFTS, sample=sample, readonly=readonly)
-        tier = LocalTier(
-            root=root,
-            device=device,
-            environment=environment,
-            lock_bytes=occupied(root / CATALOGUE / "lock.mdb"),
-            catalog=catalog,
-            presence=presence,
-            folders=Folders(root, root / DRAFTS, environment, mode, durable=url.option(DURABILITY) == "fsync"),
-            names=NameLocks(root / INNER / "names", mode),
-            capacity=capacity,
-            slack=_slack(capacity, buffered=not device.direct),
-            keep_free=kept_free(url, root),
-            mode=mode,
-            durable=url.option(DURABILITY) == "fsync",
-            readonly=readonly,
-            sealer=sealer,
-        )
+        tier, reason = _assembled(url, root, environment, presence, mode, sealer)
         for name, error in namespaces_in(root, tier.seal)[1].items():
             tier.set_aside(name, error)
         anew = not readonly and _bring_in_order(tier, must_rebuild=must_rebuild, said=said)
@@ -197,6 +174,38 @@ def _open_parts(
     again, reason = _open_parts(url, root, presence, mode, sealer, must_rebuild=False)
     again.remarks[:0] = tier.remarks
     return again, reason
+
+
+def _assembled(
+    url: TierURL, root: Path, environment: Environment, presence: Presence, mode: int, sealer: Sealer | None
+) -> tuple[LocalTier, str | None]:
+    """The parts of the tier around its open catalogue, as the URL's options say."""
+    readonly, durable = url.option(READONLY), url.option(DURABILITY) == "fsync"
+    catalog = Catalog(environment, Retention.of(url))
+    wanted = url.option(CAPACITY)
+    capacity = catalog.prepare(wanted.resolve(root) if wanted else None, alone=presence.alone)
+    catalog.growth = Growth(environment, capacity)
+    record_seal(environment, PLAIN if sealer is None else sealer.id, alone=presence.alone)
+    sample = root / CATALOGUE / "data.mdb"
+    device, reason = BlockDevice.choose(url.option(IO), root / DRAFTS, sample=sample, readonly=readonly)
+    tier = LocalTier(
+        root=root,
+        device=device,
+        environment=environment,
+        lock_bytes=occupied(root / CATALOGUE / "lock.mdb"),
+        catalog=catalog,
+        presence=presence,
+        folders=Folders(root, root / DRAFTS, environment, mode, durable=durable),
+        names=NameLocks(root / INNER / "names", mode),
+        capacity=capacity,
+        slack=_slack(capacity, buffered=not device.direct),
+        keep_free=kept_free(url, root),
+        mode=mode,
+        durable=durable,
+        readonly=readonly,
+        sealer=sealer,
+    )
+    return tier, reason
 
 
 def _slack(capacity: int | None, *, buffered: bool) -> int:

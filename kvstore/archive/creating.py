@@ -10,11 +10,9 @@ What was interrupted is gone on with: shards that are there, whole and of the sa
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,36 +20,33 @@ import numpy as np
 from kvstore.archive.compression import Compression
 from kvstore.archive.document import (
     DRAFT_NAME,
-    LAST_MOMENT,
     MANIFEST_NAME,
     ArchiveInfo,
     Manifest,
-    Segment,
     Stored,
-    plan_of,
     silent,
 )
 from kvstore.archive.errors import ArchiveExistsError, SelectionError
-from kvstore.archive.nodes import METADATA_NAME, GridAxes, block_document, dump, group_document, small_array
+from kvstore.archive.nodes import METADATA_NAME, block_document, dump, group_document, small_array
 from kvstore.archive.overlapping import check_apart, check_in_no_tier
-from kvstore.archive.packing import Packing, ShardInMaking, page_memory, room_for
+from kvstore.archive.packing import ShardInMaking, page_memory
 from kvstore.archive.places import ArchivePlace
+from kvstore.archive.planning import planned
 from kvstore.archive.removing import check_not_held, check_nothing_below, paths_below, sweep
-from kvstore.archive.selecting import Selection, Start
 from kvstore.errors import ConfigurationError
 from kvstore.integrity import crc32c
 from kvstore.layout import as_bytes
-from kvstore.marks import Mark
 from kvstore.objects.faults import Kind, RequestFailed
 from kvstore.objects.side import side_by_side
 from kvstore.types import BlockRead, GetOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from kvstore.abc import BlockStore
+    from kvstore.archive.planning import Shard, Work
     from kvstore.namespace import Namespace
     from kvstore.objects.client import ObjectClient
     from kvstore.types import BlockKey
@@ -105,7 +100,7 @@ def create(
             f"{store.url} is encrypted, and archives are not: say --plaintext (plaintext=True) if its blocks may stand"
             f" as they are in {place}"
         )
-    work = _plan(place, store, namespace, keys, label or "", Compression.parse(compression), tokens, keep_until)
+    work = planned(place, store, namespace, keys, label or "", Compression.parse(compression), tokens, keep_until)
     with place.client(writes=True) as client:
         there = _standing(client, place)
         if there is not None:
@@ -121,92 +116,6 @@ def create(
             check_nothing_below(found, str(place))
             sweep(client, found, keep={DRAFT_NAME})
         return _Creation(client, place, store, work, progress or silent).run()
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """What is to be done: `chains` are the keys of each KV-cache group."""
-
-    manifest: Manifest
-    chains: tuple[tuple[BlockKey, ...], ...]
-    packings: tuple[Packing, ...]
-    tokens: NDArray[np.int64] | None
-
-    def shards(self) -> Iterator[_Shard]:
-        for packing, chain in zip(self.packings, self.chains, strict=True):
-            grid = GridAxes(packing.layout)
-            for number, start in enumerate(range(0, len(chain), packing.room)):
-                yield _Shard(packing, number, grid.chunk(packing.group, number), chain[start : start + packing.room])
-
-
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    packing: Packing
-    number: int
-    path: str
-    keys: Sequence[BlockKey]
-
-
-def _plan(
-    place: ArchivePlace,
-    store: BlockStore,
-    namespace: Namespace,
-    keys: Sequence[BlockKey],
-    label: str,
-    compression: Compression,
-    tokens: Sequence[int] | None,
-    keep_until: float | None,
-) -> _Work:
-    if keep_until is not None and not 0 <= keep_until <= LAST_MOMENT:
-        raise SelectionError(
-            f"{place}: keep_until={keep_until} is no time up to the year 9999: give seconds since the epoch"
-        )
-    Mark(label)  # what no tier could keep is no label here
-    if not keys or len(set(keys)) < len(keys):
-        raise SelectionError(f"{place}: {'a key is given twice' if keys else 'no keys: nothing to archive'}")
-    for key in keys:
-        namespace.check_key(key)
-    groups = range(len(namespace.layouts))
-    chains = tuple(tuple(key for key in keys if key.group == group) for group in groups)
-    starts = keys.starts if isinstance(keys, Selection) else {}
-    segments = tuple(
-        Segment(
-            len(chain), room_for(layout, len(chain)), starts.get(group, Start()).position,
-            starts.get(group, Start()).parent,
-        )
-        for group, (chain, layout) in enumerate(zip(chains, namespace.layouts, strict=True))
-    )  # fmt: skip
-    plan = plan_of(namespace, keys, segments, compression)
-    packings = tuple(
-        Packing(layout, group, segment.room, plan, compression)
-        for group, (layout, segment) in enumerate(zip(namespace.layouts, segments, strict=True))
-    )
-    manifest = Manifest(
-        namespace=namespace,
-        segments=segments,
-        compression=compression,
-        plan=plan,
-        label=label,
-        created=time.time(),
-        version=_version(),
-        source=str(store.url),
-        keep_until=keep_until,
-        has_token_ids=tokens is not None,
-        nbytes=sum(namespace.block_bytes(key.group) for key in keys),
-    )
-    return _Work(manifest, chains, packings, _token_ids(tokens, manifest))
-
-
-def _token_ids(tokens: Sequence[int] | None, manifest: Manifest) -> NDArray[np.int64] | None:
-    """Those that the blocks are of."""
-    if tokens is None:
-        return None
-    ids = np.asarray(tokens)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(ids) < manifest.tokens:
-        raise SelectionError(
-            f"token ids of shape {ids.shape} and type {ids.dtype}: the blocks are of {manifest.tokens}"
-        )
-    return ids[: manifest.tokens].astype(np.int64)
 
 
 def _standing(client: ObjectClient, place: ArchivePlace) -> Manifest | None:
@@ -232,7 +141,7 @@ class _Creation:
         client: ObjectClient,
         place: ArchivePlace,
         store: BlockStore,
-        work: _Work,
+        work: Work,
         progress: Callable[[int], object],
     ) -> None:
         self._client, self._place, self._store, self._work, self._progress = client, place, store, work, progress
@@ -253,7 +162,7 @@ class _Creation:
 
     # Shards
 
-    def _not_there_yet(self) -> list[_Shard]:
+    def _not_there_yet(self) -> list[Shard]:
         """The shards that have to be made; what the others are is noted."""
         sizes = {entry.path: entry.size for page in self._client.list() for entry in page}
         shards = list(self._work.shards())
@@ -262,7 +171,7 @@ class _Creation:
         self._progress(sum(len(shard.keys) for shard, found in zip(shards, facts, strict=True) if found))
         return todo
 
-    def _look(self, shard: _Shard, size: int) -> bool:
+    def _look(self, shard: Shard, size: int) -> bool:
         """Whether the shard is there; by its end, since objects are written in one step."""
         body = size - shard.packing.closing
         end = self._client.get(shard.path, body) if body > 0 else None
@@ -274,10 +183,10 @@ class _Creation:
         self._note(shard, size, facts.crc, facts.crcs)
         return True
 
-    def _note(self, shard: _Shard, size: int, crc: int, crcs: Mapping[int, int]) -> None:
+    def _note(self, shard: Shard, size: int, crc: int, crcs: Mapping[int, int]) -> None:
         self._objects[shard.path], self._crcs[shard.path] = Stored(size, crc), crcs
 
-    def _write(self, shards: Sequence[_Shard]) -> None:
+    def _write(self, shards: Sequence[Shard]) -> None:
         """Fill one shard while the one before it is written."""
         if not shards:
             return
@@ -294,13 +203,13 @@ class _Creation:
             if pending is not None:
                 pending.result()
 
-    def _close(self, making: ShardInMaking, shard: _Shard) -> None:
+    def _close(self, making: ShardInMaking, shard: Shard) -> None:
         data, crc = making.close()
         self._client.put(shard.path, [data], new=False)
         self._note(shard, data.nbytes, crc, making.crcs)
         self._progress(len(shard.keys))
 
-    def _fill(self, making: ShardInMaking, shard: _Shard, readers: ThreadPoolExecutor) -> None:
+    def _fill(self, making: ShardInMaking, shard: Shard, readers: ThreadPoolExecutor) -> None:
         size = shard.packing.layout.nbytes
         if not shard.packing.compression.codec:
             for places in readers.map(
@@ -315,7 +224,7 @@ class _Creation:
                 for place, crc, packed in piece:
                     making.append(place, crc, packed)
 
-    def _packed(self, shard: _Shard, places: list[int]) -> list[tuple[int, int, NDArray[np.uint8]]]:
+    def _packed(self, shard: Shard, places: list[int]) -> list[tuple[int, int, NDArray[np.uint8]]]:
         size = shard.packing.layout.nbytes
         memory = page_memory(len(places) * size)
         blocks = {place: memory[index * size : (index + 1) * size] for index, place in enumerate(places)}
@@ -323,7 +232,7 @@ class _Creation:
         encode = shard.packing.compression.encode
         return [(place, crc32c(block), encode(block, shard.packing.layout)) for place, block in blocks.items()]
 
-    def _read(self, slot: Callable[[int], NDArray[np.uint8]], shard: _Shard, places: list[int]) -> list[int]:
+    def _read(self, slot: Callable[[int], NDArray[np.uint8]], shard: Shard, places: list[int]) -> list[int]:
         reads = [BlockRead(shard.keys[place], slot(place).data) for place in places]
         outcomes = self._store.get_many_into(self._work.manifest.namespace, reads)
         for place, outcome in zip(places, outcomes, strict=True):
@@ -385,10 +294,3 @@ class _Creation:
 def _cut(count: int, most: int) -> list[list[int]]:
     """0 to `count` in pieces of at most `most`."""
     return [list(range(start, min(start + most, count))) for start in range(0, count, most)]
-
-
-def _version() -> str:
-    try:
-        return version("kvstore-tiers")
-    except PackageNotFoundError:
-        return "unknown"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -122,20 +122,11 @@ def bench(
     each; kept is the share of a contestant's own speed that is left to it.
     """
     tier = TierURL.parse(url)
-    if max(block_bytes) > total:
-        raise click.UsageError(f"--block-bytes {max(block_bytes)} is more than --total {total}")
-    if step and plot_to is not None:
-        raise click.UsageError("--plot draws throughput: leave out --step")
-    if io_process and not step:
-        raise click.UsageError("--io-process is about a scheduler's step: give it with --step")
-    if plot_to is not None:
-        check_plotting()
-    figures: list[Figure] = []
-    steps: list[StepFigure] = []
-    notes: list[str] = []
+    _check_together(block_bytes, total, plot_to, step=step, io_process=io_process)
     against = tuple(dict.fromkeys(against))
     contestants = 1 + len(against) + ("client" in against) + io_process
     laps = len(block_bytes) * rounds * contestants * (len(RESTS_S) if step else len(OPERATIONS))
+    found = _Found()
     with progress("measuring", laps) as advance, _capacity_explained(tier):
         for nbytes in block_bytes:
             with ExitStack() as stack:
@@ -145,44 +136,52 @@ def bench(
                     if io_process:
                         others.append(stack.enter_context(TierApart(store)))
                     for name in against:
-                        others += map(stack.enter_context, _others(tier, name, scratch, nbytes, notes))
+                        others += map(stack.enter_context, _others(tier, name, scratch, nbytes, found.notes))
                 told: list[str] = []
                 if step:
-                    steps += measure_steps(
-                        [store, *others],
-                        block_bytes=nbytes,
-                        total=total,
-                        threads=threads,
-                        slices=rounds,
-                        advance=advance,
-                    )
+                    sizes = {"block_bytes": nbytes, "total": total, "threads": threads, "slices": rounds}
+                    found.steps += measure_steps([store, *others], **sizes, advance=advance)
                 else:
                     load = Workload.of(
                         block_bytes=nbytes, total=total, threads=threads, batch_bytes=store.batch_bytes, rounds=rounds
                     )
-                    measured, told = race([store, *others], others[0].name, load, advance, store.operations)
-                    figures += measured
-            notes += [*store.notes, *(note for other in others for note in other.notes), *told]
-    _tell(tier, against, rounds, list(dict.fromkeys(notes)), figures, steps, as_json=as_json)
+                    figures, told = race([store, *others], others[0].name, load, advance, store.operations)
+                    found.figures += figures
+            found.notes += [*store.notes, *(note for other in others for note in other.notes), *told]
+    _tell(tier, against, rounds, found, as_json=as_json)
     if plot_to is not None:
-        plot(figures, str(tier), plot_to)
+        plot(found.figures, str(tier), plot_to)
 
 
-def _tell(
-    tier: TierURL,
-    against: tuple[str, ...],
-    rounds: int,
-    notes: list[str],
-    figures: list[Figure],
-    steps: list[StepFigure],
-    *,
-    as_json: bool,
+def _check_together(
+    block_bytes: tuple[int, ...], total: int, plot_to: Path | None, *, step: bool, io_process: bool
 ) -> None:
-    results = {"steps": steps} if steps else {"results": figures}
+    if max(block_bytes) > total:
+        raise click.UsageError(f"--block-bytes {max(block_bytes)} is more than --total {total}")
+    if step and plot_to is not None:
+        raise click.UsageError("--plot draws throughput: leave out --step")
+    if io_process and not step:
+        raise click.UsageError("--io-process is about a scheduler's step: give it with --step")
+    if plot_to is not None:
+        check_plotting()
+
+
+@dataclass(slots=True)
+class _Found:
+    """What was measured: speeds, or with `--step` a scheduler's steps, and what is to be known of it."""
+
+    figures: list[Figure] = field(default_factory=list["Figure"])
+    steps: list[StepFigure] = field(default_factory=list["StepFigure"])
+    notes: list[str] = field(default_factory=list[str])
+
+
+def _tell(tier: TierURL, against: tuple[str, ...], rounds: int, found: _Found, *, as_json: bool) -> None:
+    notes = list(dict.fromkeys(found.notes))
+    results = {"steps": found.steps} if found.steps else {"results": found.figures}
     if as_json:
         emit_json({"url": str(tier), "against": against, "rounds": rounds, "notes": notes, **results})
         return
-    (_show_steps(tier, steps) if steps else _show(tier, figures))
+    (_show_steps(tier, found.steps) if found.steps else _show(tier, found.figures))
     for note in notes:
         click.echo(f"note: {note}")
 

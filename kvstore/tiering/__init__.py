@@ -15,7 +15,7 @@ Where to look:
     secondary.py    one URL; questions.py: its lookups; transit.py: its loads and stores, their time-outs; hints.py: its
                     touches and marks
     jobs.py         the calls to a backend, and what memory each of them is lent; staging.py: that of calls that hang
-    transfer.py     the threads they run on
+    pool.py         the threads they run on; pool_apart.py: the same in a process of the store's own
     counters.py     what is counted and said of all that; statistics.py: what of the manager's own work
 """
 

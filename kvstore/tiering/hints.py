@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvstore.marks import Mark
     from kvstore.namespace import Namespace
     from kvstore.tiering.counters import Counters
-    from kvstore.tiering.transfer import Jobs
+    from kvstore.tiering.pool import Jobs
     from kvstore.types import BlockKey
 
 __all__ = ["MAX_HINTS", "Hints"]

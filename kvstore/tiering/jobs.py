@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvstore.tiering.batches import STORE_BATCH_BYTES
-from kvstore.tiering.transfer import Job, Once
+from kvstore.tiering.pool import Job, Once
 from kvstore.types import BlockRead, BlockWrite, GetOutcome
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore.apart import StoreApart
 from kvstore.tiering.jobs import FEW, TierJob
-from kvstore.tiering.transfer import Jobs, TransferPool
+from kvstore.tiering.pool import Jobs, TransferPool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvstore.namespace import Namespace
     from kvstore.tiering.breaker import Breaker
     from kvstore.tiering.counters import Counters
-    from kvstore.tiering.transfer import Jobs
+    from kvstore.tiering.pool import Jobs
     from kvstore.types import BlockKey
 
 __all__ = ["Questions"]

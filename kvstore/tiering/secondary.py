@@ -23,11 +23,11 @@ from kvstore.tiering.breaker import PAUSE, Breaker, Probe
 from kvstore.tiering.counters import Counters
 from kvstore.tiering.hints import Hints
 from kvstore.tiering.jobs import Transfer
+from kvstore.tiering.pool import default_threads
 from kvstore.tiering.pool_apart import pool_for
 from kvstore.tiering.questions import Questions
 from kvstore.tiering.report import TierReport
 from kvstore.tiering.staging import Staging
-from kvstore.tiering.transfer import default_threads
 from kvstore.tiering.transit import Transit
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from kvstore.namespace import Namespace
     from kvstore.tiering.counters import TierStats
     from kvstore.tiering.jobs import TierJob
+    from kvstore.tiering.pool import Jobs
     from kvstore.tiering.primary import Slot
-    from kvstore.tiering.transfer import Jobs
     from kvstore.types import BlockKey
     from kvstore.url import TierURL
 

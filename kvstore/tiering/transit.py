@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from kvstore.tiering.breaker import Breaker
     from kvstore.tiering.counters import Counters
     from kvstore.tiering.hints import Hints
+    from kvstore.tiering.pool import Jobs
     from kvstore.tiering.primary import Slot
     from kvstore.tiering.report import TierReport
     from kvstore.tiering.staging import Staging
-    from kvstore.tiering.transfer import Jobs
 
 __all__ = ["Transit"]
 

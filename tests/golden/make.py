@@ -114,7 +114,7 @@ def _make_values(root: Path, key_folder: Path) -> None:
 def _make_archives(root: Path) -> None:
     space = SPACES["groups"]
     keys = [block.key for block in SEALED]
-    with open_store("memory://golden") as store, mock.patch("kvstore.archive.creating._version", return_value="golden"):
+    with open_store("memory://golden") as store, mock.patch("kvstore.archive.planning._version", return_value="golden"):
         _fill(store, SEALED)
         for name, compression in (("archive", "none"), ("archive-zstd", "zstd")):
             with at(900), mock.patch("time.time", return_value=T0 / 1e9 + 900):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstore.tiering.transfer import Job, TransferPool
+from kvstore.tiering.pool import Job, TransferPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -151,7 +151,7 @@ def test_closing_is_bounded_and_drops_what_was_queued_behind_a_job_that_hangs(ga
 def test_a_job_that_hangs_does_not_keep_the_interpreter_from_ending() -> None:
     code = """
 import threading
-from kvstore.tiering.transfer import Job, TransferPool
+from kvstore.tiering.pool import Job, TransferPool
 class Hang(Job):
     def work(self): print("hangs", flush=True); started.set(); threading.Event().wait()
 started = threading.Event()
