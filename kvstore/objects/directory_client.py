@@ -217,7 +217,7 @@ class DirectoryClient(ObjectClient):
             missing.append(above)
             above = above.rpartition("/")[0]
         for path in reversed(missing):
-            make_folder(path, self._mode, draft=f"{path.rpartition('/')[0]}/{DRAFT}{secrets.token_hex(8)}")
+            make_folder(path, self._mode, draft=f"{path.rpartition('/')[0]}/{DRAFT}{os.urandom(8).hex()}")
         _sweep(folder)
         self._ready.add(folder)
 
