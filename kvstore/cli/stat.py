@@ -66,6 +66,10 @@ def _show(tier: TierURL, store: BlockStore, found: list[NamespaceSummary]) -> No
     if (done := store.scrubbed()) is not None:
         last = f"the last whole pass ended {age(done.ended)} ago" if done.passes else "no whole pass yet"
         click.echo(f"  scrub: {done.blocks} blocks, {format_size(done.bytes)}, {done.corrupt} corrupt; {last}")
+    _show_namespaces(found)
+
+
+def _show_namespaces(found: list[NamespaceSummary]) -> None:
     print_table(
         "namespaces",
         ("namespace", "model", "revision", ">tokens", ">blocks", ">bytes", ">oldest", ">newest", ">last used"),

@@ -74,6 +74,19 @@ class _Parts(io.RawIOBase):
         return 0
 
 
+def _config(settings: S3Settings, timeout: float) -> dict[str, Any]:
+    """What botocore is told: one attempt of `timeout` seconds, and nothing that only some stores know."""
+    return {
+        "connect_timeout": timeout / 2,
+        "read_timeout": timeout,
+        "max_pool_connections": CONNECTIONS,
+        "retries": {"total_max_attempts": 1},
+        "s3": {"addressing_style": "path" if settings.path_style else "virtual", "payload_signing_enabled": False},
+        "request_checksum_calculation": "when_required",  # some stores do not know the trailers that it sends
+        "response_checksum_validation": "when_required",
+    }
+
+
 class S3FsClient(FsspecClient):
     """One bucket through s3fs."""
 
@@ -88,19 +101,7 @@ class S3FsClient(FsspecClient):
         settings = S3Settings.of(url, place)
         rest: dict[str, Any] = dict(settings.rest)
         client = {"region_name": settings.region, **rest.pop("client_kwargs", {})}
-        config = {
-            "connect_timeout": self.attempt_timeout / 2,
-            "read_timeout": self.attempt_timeout,
-            "max_pool_connections": CONNECTIONS,
-            "retries": {"total_max_attempts": 1},
-            "s3": {
-                "addressing_style": "path" if settings.path_style else "virtual",
-                "payload_signing_enabled": False,
-            },
-            "request_checksum_calculation": "when_required",  # some stores do not know the trailers that it sends
-            "response_checksum_validation": "when_required",
-            **rest.pop("config_kwargs", {}),
-        }
+        config = {**_config(settings, self.attempt_timeout), **rest.pop("config_kwargs", {})}
         try:
             filesystem: Any = s3fs.S3FileSystem(
                 anon=settings.anonymous,
