@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DATABASES",
     "NO_CAPACITY",
+    "SETTLE_DUE_UNREAD",
     "Catalog",
     "Change",
     "Entry",
@@ -75,7 +76,10 @@ DATABASES = ("meta", "age", "marks", "intents", "namespaces", "info", "tombs")
 """The named databases that `Environment.open` must be given (a backend may add its own)."""
 
 SETTLE_DUE = 256
-"""Notes after which `Catalog.note` asks for a `settle`."""
+"""Notes after which `Catalog.note` asks for a `settle`; so many go into one transaction of it."""
+
+SETTLE_DUE_UNREAD = 1 << 14
+"""The same where nobody goes by the order of use: a block that is used again meanwhile is written down once."""
 
 SETTLE_AGAIN_S = 1.0
 """For how long nobody settles in passing after that failed: others have the write lock, or the disk is full."""
@@ -100,6 +104,8 @@ class Catalog:
         """What says whether the environment may grow, where it has to be asked."""
         self.retention = retention or Retention()
         """How long this opener keeps blocks: `Snapshot.alive` and `expired` go by it."""
+        self.settle_due = SETTLE_DUE
+        """After how many notes `note` asks for a `settle`."""
         self.patrolled = b""
         """Up to where `Snapshot.expired` has looked for old blocks."""
         self._notes: dict[bytes, tuple[int, int]] = {}
@@ -173,7 +179,7 @@ class Catalog:
                 _, before = self._notes.get(address, (0, 0))
                 self._notes[address] = (now - index, before + hits)
             self._forget()
-            return len(self._notes) >= SETTLE_DUE or now - self._noted_since >= due
+            return len(self._notes) >= self.settle_due or now - self._noted_since >= due
 
     def noted(self, address: bytes) -> int:
         """When this process last used a block, if that is not settled yet; else 0."""
@@ -208,20 +214,24 @@ class Catalog:
                 change.tombs.collect(MARKED_AT_ONCE)
         return ended
 
-    def settle(self, patience_s: float = PATIENCE_S) -> None:
-        """Write down every note, in transactions of bounded length. At close, and when `note` says so."""
-        while self._notes and not self.is_held_up():
+    def settle(self, patience_s: float = PATIENCE_S, *, fewer_than: int = 1) -> None:
+        """Write down every note, in transactions of bounded length, or some until `fewer_than` wait; where there are
+        any, those of one transaction.
+        """
+        is_first = True
+        while len(self._notes) >= (1 if is_first else fewer_than) and not self.is_held_up():
             with self.write(patience_s, settled=SETTLE_DUE):
-                pass
+                is_first = False
 
     def settle_in_passing(self) -> None:
-        """`settle`, for who has something better to do: as far as others that write, and the device, let it. One thread
-        at a time tries, and after a failure none for `SETTLE_AGAIN_S`, so that few loads wait.
+        """`settle`, for who has something better to do: a transaction of it, or until fewer notes than are due wait; as
+        far as others that write, and the device, let it. One thread at a time tries, and after a failure none for
+        `SETTLE_AGAIN_S`, so that few loads wait.
         """
         if time.monotonic() < self._settle_from or not self._settling.acquire(blocking=False):
             return
         try:
-            self.settle(IN_PASSING_S)
+            self.settle(IN_PASSING_S, fewer_than=self.settle_due)
         except (OSError, lmdb.Error):
             self._settle_from = time.monotonic() + SETTLE_AGAIN_S
         finally:

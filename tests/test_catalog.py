@@ -177,6 +177,26 @@ def test_so_many_notes_call_for_settling(catalog: Catalog) -> None:
     assert catalog.note([entry(number).address for number in range(1000)])
 
 
+def test_where_many_notes_may_wait_passing_by_writes_down_one_transactions_worth(catalog: Catalog) -> None:
+    addresses = [entry(number).address for number in range(1000)]
+    with catalog.write() as change:
+        change.publish([entry(number) for number in range(1000)])
+    catalog.settle_due = 800
+    assert catalog.note(addresses)
+    catalog.settle_in_passing()
+    assert sum(catalog.noted(address) > 0 for address in addresses) == 1000 - 256
+    assert not catalog.note(addresses[256:])
+    catalog.settle_in_passing()
+    assert sum(catalog.noted(address) > 0 for address in addresses) == 1000 - 2 * 256
+    catalog.settle_due = 256
+    assert catalog.note(addresses)
+    catalog.settle_in_passing()
+    assert sum(catalog.noted(address) > 0 for address in addresses) < 256
+    catalog.settle()
+    with catalog.read() as snapshot:
+        assert sum(one.hits for one in snapshot.find(addresses) if one) == 1000 + 744 + 1000
+
+
 def test_while_others_write_one_in_many_tries_to_settle_in_passing(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,8 +10,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 from lmdb_helpers import MIB, SPACE, content, get, key, occupied, opened, put
 
+import kvstore.catalog
 from kvstore import BlockRead, BlockWrite, GetOutcome, PutOutcome
 
 if TYPE_CHECKING:
@@ -162,3 +164,25 @@ def touch(directory: Path, numbers: list[int]) -> bool:
     with opened(directory) as store:
         store.touch_many(SPACE, [key(number) for number in numbers])
     return True
+
+
+@pytest.mark.parametrize(
+    ("options", "is_read"),
+    [({}, False), ({"capacity": "64MiB"}, True), ({"keep_free": "1MiB"}, True), ({"ttl": "1h"}, True)],
+    ids=str,
+)
+def test_uses_are_written_down_while_blocks_are_loaded_where_somebody_goes_by_them_and_else_once_a_minute(
+    options: dict[str, str], is_read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, **options) as store:
+        assert put(store, range(300), group=3) == [STORED] * 300
+        before = store._tier.environment.last_transaction()
+        for _ in range(3):
+            assert get(store, range(300), group=3) == [HIT] * 300
+        written = store._tier.environment.last_transaction() - before
+        assert (written > 0) is is_read
+        monkeypatch.setattr(kvstore.catalog, "now_ns", lambda: time.time_ns() + 61_000_000_000)
+        get(store, range(1), group=3)
+        assert store._tier.environment.last_transaction() > before + written
+    with opened(tmp_path) as store:
+        assert sorted(info.hits for info in store.scan(SPACE)) == [3] * 299 + [4]

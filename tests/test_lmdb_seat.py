@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from lmdb_helpers import MIB, SPACE, get, opened, put
 
-import kvstore.catalog
 from kvstore import GetOutcome, PutOutcome
 from kvstore.catalog import Catalog
 from kvstore_lmdb import seat as seats
@@ -112,8 +111,8 @@ def test_nobody_waits_with_the_seat_to_write_uses_down(tmp_path: Path, monkeypat
         settle(catalog)
 
     monkeypatch.setattr(Catalog, "settle_in_passing", settled)
-    monkeypatch.setattr(kvstore.catalog, "SETTLE_DUE", 8)
     with opened(tmp_path) as store:
+        store._tier.catalog.settle_due = 8
         put(store, range(8))
         assert put(store, range(10)) == [EXISTS] * 8 + [STORED] * 2
         assert put(store, range(8)) == [EXISTS] * 8

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvstore.catalog import DATABASES, Catalog, stored_capacity
+from kvstore.catalog import DATABASES, SETTLE_DUE_UNREAD, Catalog, stored_capacity
 from kvstore.compaction import COMPACTED, compact
 from kvstore.environment import PAGE, Environment, check_filesystem, damage
 from kvstore.errors import NotAStoreError, StoreDamagedError, StoreFullError, StoreNotFoundError
@@ -90,6 +90,8 @@ def open_tier(url: TierURL) -> Tier:
         sealer = None
         try:
             catalog = Catalog(environment, Retention.of(url))
+            if not (space.evicts or catalog.retention):
+                catalog.settle_due = SETTLE_DUE_UNREAD
             catalog.prepare(wanted, alone=presence.alone)
             sealer = open_sealer(url, recorded_seals(environment))
             record_seal(environment, PLAIN if sealer is None else sealer.id, alone=presence.alone)
