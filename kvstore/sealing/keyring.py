@@ -6,7 +6,8 @@ keyring or the new one. A new keyring and its lock have permissions 0600; what i
 permissions of what it replaces. A path that is a link is followed, so that all who name the file change the same one.
 
 Before each batch a process looks whether the file is still the one it has read (`Keyring.ring`): it keeps that one
-open, so that no other can get its inode, and compares. So a key that was destroyed serves nobody from then on.
+open, so that no other can get its inode, and compares. So a key that was destroyed serves nobody from then on. It does
+so again for a block whose key it does not know: that may have been made since.
 """
 
 from __future__ import annotations
@@ -67,6 +68,18 @@ class Ring:
     keys: Mapping[bytes, bytes] = field(default_factory=dict[bytes, bytes], repr=False)
     destroyed: frozenset[bytes] = frozenset()
     tenants: Mapping[bytes, str] = field(default_factory=dict[bytes, str], repr=False)
+    anew: Callable[[], Ring] | None = field(default=None, repr=False, compare=False)
+    """How it is read again."""
+
+    def key(self, key_id: bytes) -> bytes | None:
+        """The data key of that id, also one that was made since: whoever reads a batch has its ring from before, and a
+        block may be sealed anew meanwhile.
+        """
+        found = self.keys.get(key_id)
+        if found is None and self.anew is not None and key_id not in self.destroyed:
+            with suppress(KeyringError):
+                found = self.anew().keys.get(key_id)
+        return found
 
 
 class Keyring:
@@ -268,7 +281,7 @@ class Keyring:
             if entry.current:
                 current[entry.tenant] = DataKey(entry.id, key)
         tenants = {entry.id: entry.tenant for entry in document.keys}
-        self._ring = Ring(current, keys, frozenset(document.destroyed), tenants)
+        self._ring = Ring(current, keys, frozenset(document.destroyed), tenants, self.ring)
 
 
 def _read(path: Path) -> tuple[Document, int]:

@@ -137,7 +137,7 @@ def unseal_into(
         return Unsealed.DAMAGED
     if key_id not in (None, header.key_id):
         return Unsealed.DAMAGED
-    data_key = ring.keys.get(header.key_id)
+    data_key = ring.key(header.key_id)
     if data_key is None:
         return Unsealed.DESTROYED if header.key_id in ring.destroyed else Unsealed.UNKNOWN
     return Unsealed.GOOD if open_into(sealed, into, data_key, header.nonce) else Unsealed.DAMAGED

@@ -17,7 +17,8 @@ from kvstore import BlockStore, GetOutcome, PutOutcome, open_store
 from kvstore.catalog import Victim, address_of
 from kvstore.marks import Mark
 from kvstore.objects.client import ObjectClient
-from kvstore.rekeying import keyrings_of, reseal
+from kvstore.rekeying import Resealed, keyrings_of, reseal
+from kvstore.sealing.sealer import Sealer
 from kvstore.testing.supply import KIB, SPACE, get, key, keys, write
 from kvstore.types import ResealOutcome
 from kvstore.url import TierURL
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from kvstore.rekeying import Resealed
+    from kvstore.sealing import Ring
 
 HIT, MISS = GetOutcome.HIT, GetOutcome.MISS
 RESEALED, GONE, KEPT = ResealOutcome.RESEALED, ResealOutcome.GONE, ResealOutcome.KEPT
@@ -89,6 +90,7 @@ def test_whoever_reads_meanwhile_finds_them(url: str) -> None:
 
     def read() -> None:
         with open_store(url) as store:
+            found.extend(get(store, NUMBERS))
             while not over.is_set():
                 found.extend(get(store, NUMBERS))
 
@@ -101,6 +103,25 @@ def test_whoever_reads_meanwhile_finds_them(url: str) -> None:
         over.set()
         thread.join()
     assert set(found) == {HIT}
+
+
+def test_whoever_has_read_the_keyring_before_they_have_new_keys_finds_them(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, reports = Sealer.reading, list[Resealed]()
+
+    def reading(self: Sealer) -> Ring:
+        ring = real(self)
+        if not reports:
+            monkeypatch.setattr(Sealer, "reading", real)
+            reports.append(resealed(url))
+        return ring
+
+    with open_store(url) as store:
+        monkeypatch.setattr(Sealer, "reading", reading)
+        assert get(store, NUMBERS) == [HIT] * len(NUMBERS)
+        assert (reports[0].resealed, reports[0].dropped) == (len(NUMBERS), 2)
+        assert get(store, NUMBERS) == [HIT] * len(NUMBERS)
 
 
 def write_again(store: BlockStore, numbers: Iterable[int]) -> list[ResealOutcome]:
