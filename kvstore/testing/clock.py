@@ -11,7 +11,7 @@ from kvstore.retention import Clock, set_clock
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-__all__ = ["MovableClock", "movable_clock"]
+__all__ = ["MovableClock", "movable_clock", "standing_clock"]
 
 
 class MovableClock:
@@ -40,5 +40,15 @@ def movable_clock() -> Generator[MovableClock]:
     before = set_clock(Clock(moved.wall, moved.steady))
     try:
         yield moved
+    finally:
+        set_clock(before)
+
+
+@contextmanager
+def standing_clock(now_ns: int) -> Generator[None]:
+    """All stores of this process take it for that moment (ns since the epoch), however long the context lasts."""
+    before = set_clock(Clock(lambda: now_ns, lambda: 0))
+    try:
+        yield
     finally:
         set_clock(before)

@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 
 from kvstore import BlockKey, BlockLayout, BlockWrite, Mark, Namespace, chain_digests
-from kvstore.retention import Clock, set_clock
+from kvstore.testing.clock import standing_clock
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -130,12 +130,8 @@ def left(blocks: Sequence[GoldenBlock]) -> list[GoldenBlock]:
 @contextmanager
 def at(seconds: float) -> Generator[None]:
     """The clock stands so long after `T0`."""
-    now = T0 + int(seconds * SECOND)
-    before = set_clock(Clock(lambda: now, lambda: 0))
-    try:
+    with standing_clock(T0 + int(seconds * SECOND)):
         yield
-    finally:
-        set_clock(before)
 
 
 @contextmanager

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvstore import open_store
+from kvstore.cli import EXIT_OK, run
 from kvstore.collection import Rules, collect, survey
 from kvstore.layout import BlockLayout
 from kvstore.objects.client import BATCH
+from kvstore.testing.clock import standing_clock
 from kvstore.testing.supply import SPACE, get, held, keys, write, writes
 from kvstore.types import GetOutcome, PutOutcome
 from kvstore_zarr.objects import ObjectZarrStore
@@ -27,12 +27,9 @@ if TYPE_CHECKING:
 SMALL = dataclasses.replace(SPACE, layouts=(BlockLayout.opaque(256),))
 
 
-def gc(*args: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "kvstore.cli", "gc", *args, "--json"], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    said: dict[str, Any] = json.loads(done.stdout)
+def gc(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
+    assert run(["gc", *args, "--json"]) == EXIT_OK
+    said: dict[str, Any] = json.loads(capsys.readouterr().out)
     return said
 
 
@@ -82,21 +79,27 @@ def test_a_store_that_takes_no_batches_is_asked_one_by_one(
         assert get(store, range(60), SMALL) == [GetOutcome.MISS] * 60
 
 
-def test_the_command_takes_its_rules_from_the_url_and_leaves_what_is_young(place: str) -> None:
+def test_the_command_takes_its_rules_from_the_url_and_leaves_what_is_young(
+    place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with open_store(place) as store:
         store.put_many(SMALL, writes(range(20), SMALL))
-        time.sleep(2.1)
+        time.sleep(1.1)  # a store dates to the second
         store.put_many(SMALL, writes(range(20, 25), SMALL))
-    said = gc(f"{place}?ttl=2s&sweep=1h")
-    assert (said["dry_run"], said["to_go"]["blocks"]) == (True, 20)
-    with open_store(place) as store:
-        assert len(held(store, SMALL)) == 25
+        dated = sorted(info.created for info in store.scan_ages(SMALL))
         usage = store.usage()
-    cap = usage.overhead + usage.used // 5
-    said = gc(f"{place}?ttl=2s", "--ttl", "1h", "--capacity", str(cap), "--yes")
-    assert (said["removed"]["expired"], said["removed"]["over"]) == (0, 20)
-    with open_store(place) as store:
-        assert held(store, SMALL) == set(keys(range(20, 25)))
+    an_hour_later = (dated[19] + dated[20]) / 2 + 3600
+    assert dated[19] < an_hour_later - 3600 < dated[20]
+    with standing_clock(int(an_hour_later * 1e9)):
+        said = gc(capsys, f"{place}?ttl=1h&sweep=1h")
+        assert (said["dry_run"], said["to_go"]["blocks"]) == (True, 20)
+        with open_store(place) as store:
+            assert len(held(store, SMALL)) == 25
+        cap = usage.overhead + usage.used // 5
+        said = gc(capsys, f"{place}?ttl=1h", "--ttl", "2h", "--capacity", str(cap), "--yes")
+        assert (said["removed"]["expired"], said["removed"]["over"]) == (0, 20)
+        with open_store(place) as store:
+            assert held(store, SMALL) == set(keys(range(20, 25)))
 
 
 def test_an_interrupted_collection_is_completed_by_the_next(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
