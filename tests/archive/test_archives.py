@@ -48,6 +48,7 @@ from kvstore.archive.local import LocalClient
 from kvstore.archive.removing import is_own
 from kvstore.deriving import keys_of_tokens
 from kvstore.errors import ConfigurationError, InvalidOptionError, InvalidURLError, StoreFullError, UnknownSchemeError
+from kvstore.objects.directory_client import DRAFT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -329,6 +330,16 @@ class TestWhatIsNotTheArchives:
         remove(url)
         assert listed == [""]
         assert not (tmp_path / "archives" / "one").exists()
+
+    def test_drafts_of_its_own_writers_go_and_others_stay(self, tmp_path: Path) -> None:
+        url, _ = archived(tmp_path)
+        mine, theirs = (tmp_path / "archives" / "one" / folder / f"{DRAFT}0" for folder in ("g0/c", "other/g0/c"))
+        for draft in (mine, theirs):
+            draft.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text("half of it")
+        remove(url)
+        assert not mine.exists()
+        assert theirs.exists()
 
     @pytest.mark.parametrize("what", ["remove", "overwrite", "continue"])
     def test_what_somebody_keeps_in_its_folder_stays(self, tmp_path: Path, what: str) -> None:

@@ -142,6 +142,23 @@ def test_a_tenant_purged_while_its_blocks_are_away_does_not_come_back(
     assert outcomes(url) == [MISS, MISS, HIT, HIT]
 
 
+def test_a_tenant_purged_while_its_blocks_are_read_does_not_come_back(
+    scheme: str, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cls = STORES[scheme]
+    check_many = cls.check_many
+
+    def check(self: BlockStore, *args: Any) -> Any:
+        outcomes = check_many(self, *args)
+        keyring(tmp_path).destroy("acme")
+        return outcomes
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cls, "check_many", check)
+        resealed(url)
+    assert outcomes(url) == [MISS, MISS, HIT, HIT]
+
+
 class TestMarks:
     def test_they_and_the_tenants_are_the_ones_from_before(self, url: str, tmp_path: Path) -> None:
         with open_store(url) as store:
