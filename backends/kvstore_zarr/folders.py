@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import struct
 import threading
+from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,11 @@ def occupied(path: str | Path) -> int:
         return os.lstat(path).st_blocks * 512
     except FileNotFoundError:
         return 0
+
+
+def _says(path: str, text: bytes) -> bool:
+    with open(open_file(path, os.O_RDONLY), "rb") as file:
+        return file.read(len(text) + 1) == text
 
 
 class Folders:
@@ -142,16 +148,11 @@ class Folders:
     def _beside(self, document: str, text: bytes) -> str | None:
         """A document that says the same in one of the first folders beside that of `document`, if there is one."""
         folder = os.path.dirname(document)
-        with os.scandir(os.path.dirname(folder)) as entries:
-            others = [entry.path for entry in islice(entries, _LOOKED_AT) if entry.path != folder]
-        for other in others:
-            try:
-                fd = open_file(f"{other}/{METADATA_NAME}", os.O_RDONLY)
-            except OSError:
-                continue
-            with open(fd, "rb") as file:
-                if file.read(len(text) + 1) == text:
-                    return self._documents.setdefault(text, f"{other}/{METADATA_NAME}")
+        with suppress(OSError), os.scandir(os.path.dirname(folder)) as entries:
+            for other in islice((entry.path for entry in entries if entry.path != folder), _LOOKED_AT):
+                with suppress(OSError):  # none there, or one that cannot be read
+                    if _says(f"{other}/{METADATA_NAME}", text):
+                        return self._documents.setdefault(text, f"{other}/{METADATA_NAME}")
         return None
 
     def measure(self, folders: Iterable[str]) -> dict[str, int]:

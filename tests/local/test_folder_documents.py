@@ -70,6 +70,21 @@ def test_no_array_has_a_document_that_is_not_sound(what: str, tmp_path: Path) ->
         assert not path.is_symlink()
 
 
+def test_a_document_that_cannot_be_read_is_no_reason_to_store_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(f"file://{tmp_path}") as store:
+        store.put_many(SPACE, writes([0]))
+
+    def unreadable(path: str, _: bytes) -> bool:
+        raise OSError(errno.EIO, "Input/output error", path)
+
+    monkeypatch.setattr(folders, "_says", unreadable)
+    with open_store(f"file://{tmp_path}") as store:
+        assert set(store.put_many(SPACE, writes(BLOCKS[1:]))) == {STORED}
+    assert all(path.exists() for path in documents(tmp_path))
+
+
 def test_threads_that_begin_together_write_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
 
