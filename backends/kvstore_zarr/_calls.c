@@ -244,9 +244,9 @@ static PyObject *lock_all(PyObject *module, PyObject *arguments)
 }
 
 static PyMethodDef methods[] = {
-    {"move", move, METH_VARARGS, "See calls.move_in_python."},
-    {"of_paths", of_paths, METH_VARARGS, "See calls.of_paths_in_python."},
-    {"lock_all", lock_all, METH_VARARGS, "See calls.lock_all_in_python."},
+    {"move", move, METH_VARARGS, "See calls.Calls.move."},
+    {"of_paths", of_paths, METH_VARARGS, "See calls.Calls.of_paths."},
+    {"lock_all", lock_all, METH_VARARGS, "See calls.Calls.lock_all."},
     {NULL, NULL, 0, NULL},
 };
 

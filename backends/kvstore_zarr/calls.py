@@ -226,7 +226,9 @@ class Calls:
     `BlockFile`.
     """
     of_paths: Callable[..., list[int]]
+    """What each path of a list occupies, in bytes; or, renamed to that of a second list, 0. An errno is negative."""
     lock_all: Callable[[int, list[int]], int]
+    """As the function of that name."""
 
 
 PYTHON = Calls(_move, _of_paths, _lock_all)
