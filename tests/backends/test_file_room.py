@@ -17,6 +17,7 @@ from tiers import Tier
 import kvstore_zarr.eviction
 import kvstore_zarr.folders
 import kvstore_zarr.get
+import kvstore_zarr.put
 import kvstore_zarr.steps
 from kvstore import BlockLayout, GetOutcome, PutOutcome, open_store
 from kvstore.catalog import Catalog
@@ -225,6 +226,37 @@ def test_a_block_that_somebody_keeps_under_another_name_is_not_written_into(
         assert not path.exists()
         assert kept.read_bytes() == before
         assert occupied(tier) <= CAPACITY
+
+
+def test_nor_is_one_whose_file_goes_because_the_disk_is_full(
+    tier: Tier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tier.open() as store:
+        number = 0
+        while store.usage().blocks == number:
+            store.put_many(LARGE, [write(number, LARGE)])
+            number += 1
+        oldest = number - store.usage().blocks
+        path, kept = raw.file_of(tier, (LARGE, key(oldest))), tmp_path / "kept"
+        kept.hardlink_to(path)
+        before, reserve = kept.read_bytes(), kvstore_zarr.put.PutJob._reserve
+        monkeypatch.setattr(kvstore_zarr.put.PutJob, "_reserve", full_once(reserve))
+        assert store.put_many(LARGE, [write(number, LARGE)]) == [PutOutcome.STORED]
+        assert not path.exists()
+        assert kept.read_bytes() == before
+
+
+def full_once(reserve: Callable[..., Any]) -> Callable[..., Any]:
+    """As if the disk had no page for the catalogue, once."""
+    calls: list[object] = []
+
+    def call(job: object, held: object) -> Any:
+        calls.append(job)
+        if len(calls) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return reserve(job, held)
+
+    return call
 
 
 def test_puts_leave_room_on_the_disk_for_the_catalogue_to_take_blocks_out(small_disk: Callable[[int], Path]) -> None:

@@ -307,15 +307,19 @@ def test_a_block_that_an_engine_stores_while_unknown_files_go_is_there_or_buried
             assert (address in snapshot.tombs.buried([address])) != is_there
 
 
-def test_a_dropped_namespace_keeps_its_manifest_over_files_that_are_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("came", ["before it was dropped", "after"])
+def test_a_dropped_namespace_keeps_its_manifest_over_files_that_are_there(tmp_path: Path, came: str) -> None:
     url, root = f"file://{tmp_path}/kv", tmp_path / "kv"
     stored(url)
     block = file_of(root, 3)
     kept = block.read_bytes()
     with kvstore.open_store(url) as store:
         store.delete_many(SPACE, keys(range(5)))
+        if came == "after":
+            assert store.drop_namespace(SPACE) == 0
         block.write_bytes(kept)
-        assert store.drop_namespace(SPACE) == 0
+        if came != "after":
+            assert store.drop_namespace(SPACE) == 0
     with kvstore.open_store(url) as store:
         assert [one.blocks for one in store.unseen()] == [1]
         store.repair()
