@@ -110,6 +110,8 @@ def _step(environment: Environment, fd: int, act: _Act, freed_until: int, wiped:
         behind = np.arange(last_page + 1, -(-os.fstat(fd).st_size // PAGE))
         usable = np.concatenate([behind, *(pages for freed, pages in listed if freed < oldest)])
         chosen = np.sort(wiped.fresh(usable))[: AT_ONCE // PAGE]
+        if chosen.size:
+            environment.sync()  # else the headers on disk may still be of transactions that use these pages
         for first, count in _runs(chosen):
             act(fd, first * PAGE, count * PAGE)
     wiped.overwrote(chosen)
