@@ -49,12 +49,14 @@ def is_worthwhile(environment: Environment, capacity: int | None) -> bool:
     return pages - 2 * live - pages // 128 >= least // PAGE
 
 
-def compact(environment: Environment, draft: Path, has_room: Callable[[int], bool]) -> bool:
+def compact(environment: Environment, draft: Path, has_room: Callable[[int], bool], *, sync: bool) -> bool:
     """Put a file without free pages in place of the environment's, which is closed then; whether that was done.
 
     For who has the tier alone, under the gate. `draft` is on the same file system, `has_room` says whether there may
     be so many bytes more than there are now, those of the free pages not counted any more. Where it was not done,
     because of that, for a full disk, or because a thread of this process is still inside, it is open as before.
+    `sync`: the new file is on disk before the old one goes; for who would lose all of it to a power loss. Else it is
+    with the next `Environment.sync`, and others who wait at the gate do not wait for the device.
     """
     if environment.is_shared:
         return False
@@ -67,7 +69,7 @@ def compact(environment: Environment, draft: Path, has_room: Callable[[int], boo
     if not has_room(nbytes):
         return False
     try:
-        _write(environment, draft)
+        _write(environment, draft, sync=sync)
     except (OSError, lmdb.Error) as error:
         _log.warning("%s: its data file could not be made smaller: %s", folder, error)
         with suppress(OSError):
@@ -79,7 +81,8 @@ def compact(environment: Environment, draft: Path, has_room: Callable[[int], boo
     # In this order: with the old lock file LMDB could take the old one's last transaction for the new one's.
     (folder / "lock.mdb").unlink(missing_ok=True)
     draft.rename(folder / "data.mdb")
-    sync_folder(folder)
+    if sync:
+        sync_folder(folder)
     return True
 
 
@@ -93,8 +96,8 @@ def _ripen(environment: Environment) -> None:
                 txn.put(b"totals", bytes(totals), db=info)
 
 
-def _write(environment: Environment, draft: Path) -> None:
-    """The new file at `draft`, on disk, open to whom the old one is."""
+def _write(environment: Environment, draft: Path, *, sync: bool) -> None:
+    """The new file at `draft`, open to whom the old one is."""
     old = (environment.directory / "data.mdb").stat()
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
@@ -102,6 +105,7 @@ def _write(environment: Environment, draft: Path) -> None:
             os.fchown(descriptor, -1, old.st_gid)
         permit(descriptor, old.st_mode & 0o777)
         environment.write_compacted(descriptor)
-        os.fsync(descriptor)
+        if sync:
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -14,6 +14,7 @@ overwritten, and the caller is told.
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -25,7 +26,7 @@ from kvstore.lmdb_files import PAGE, free_pages
 from kvstore.lmdb_pages import PageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from numpy.typing import NDArray
 
@@ -75,7 +76,10 @@ def overwrite_free_pages(
     """
     zeros = np.zeros(AT_ONCE, np.uint8).data
     wiped = wiped or Wiped()
-    _at_all(environment, lambda fd, at, size: write_all(fd, zeros[:size], at), advance, freed_until, wiped)
+    with _data_of(environment) as fd:
+        while step := _step(environment, fd, lambda fd, at, size: write_all(fd, zeros[:size], at), freed_until, wiped):
+            advance(step)
+        os.fdatasync(fd)
     return wiped
 
 
@@ -83,17 +87,17 @@ def give_back_free_pages(environment: Environment) -> None:
     """Have the file system take back the space of all pages that are free now: each occupies some again once LMDB
     takes it. Raises OSError, EOPNOTSUPP where that cannot be; and `StoreDamagedError` as `overwrite_free_pages`.
     """
-    _at_all(environment, punch_hole, lambda _: None, 0, Wiped())
+    given = Wiped()
+    with _data_of(environment) as fd:
+        while _step(environment, fd, punch_hole, 0, given):
+            pass
 
 
-def _at_all(
-    environment: Environment, act: _Act, advance: Callable[[int], object], freed_until: int, wiped: Wiped
-) -> None:
+@contextmanager
+def _data_of(environment: Environment) -> Generator[int]:
     fd = os.open(environment.directory / "data.mdb", os.O_RDWR | os.O_CLOEXEC)
     try:
-        while step := _step(environment, fd, act, freed_until, wiped):
-            advance(step)
-        os.fdatasync(fd)
+        yield fd
     except PageError as error:
         raise StoreDamagedError(str(error)) from error
     finally:

@@ -231,7 +231,7 @@ def _shrink(presence: Presence, space: Space, mode: int) -> None:
         catalog = Catalog(environment)
         catalog.prepare(space.capacity, alone=True)
         _evict_down(catalog, space)
-        if not compact(environment, presence.directory / COMPACTED, lambda _: True):
+        if not compact(environment, presence.directory / COMPACTED, lambda _: True, sync=True):
             raise StoreFullError(
                 f"{presence.directory}: its data file is larger than capacity={space.capacity} and could not be written"
                 " anew, which takes as much space as it is to have: make room on its disk, or remove the tier"

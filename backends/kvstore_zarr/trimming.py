@@ -45,4 +45,5 @@ def _compacted(tier: LocalTier, most: int | None) -> bool:
         with tier.catalog.read() as snapshot:
             return most is None or tier.occupied(snapshot) + nbytes <= most
 
-    return compact(tier.environment, tier.root / INNER / COMPACTED, has_room)
+    # Not synced: after a power loss the catalogue is made anew from the blocks, whatever was on disk of it.
+    return compact(tier.environment, tier.root / INNER / COMPACTED, has_room, sync=False)

@@ -81,8 +81,8 @@ def test_a_full_tier_keeps_its_blocks_and_its_capacity_while_there_are_two_files
         store.put_many(SPACE, writes(range(60)))
     before, capacity = catalogue_of(root).stat(), occupied(root) + 300 * 1024
 
-    def write(*arguments: Any) -> None:
-        really_write(*arguments)
+    def write(*arguments: Any, **options: Any) -> None:
+        really_write(*arguments, **options)
         seen.append(occupied(root))
 
     really_write = kvstore.compaction._write  # pyright: ignore[reportPrivateUsage]
