@@ -5,15 +5,17 @@ What several users share has its permissions before it has its name: whoever is 
 (`DRAFT`), and not a folder or a lock that only he may use.
 """
 
-# ruff: noqa: PTH101, PTH102, PTH104, PTH106, PTH108, PTH112, PTH118, PTH120 - plain strings: a Path costs more than the system call it is made for
+# ruff: noqa: PTH101, PTH102, PTH104, PTH106, PTH108, PTH112, PTH118, PTH119, PTH120, PTH208 - plain strings: a Path costs more than the system call it is made for
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import os
+import re
 import secrets
 import stat
+import zlib
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -25,6 +27,7 @@ __all__ = [
     "SHARED",
     "NotAFileError",
     "fill_with_zeros",
+    "is_draft_of",
     "make_folder",
     "open_file",
     "open_or_make",
@@ -38,7 +41,11 @@ __all__ = [
 ]
 
 DRAFT = ".new-"
-"""How the name begins of what is being made, beside what it is to be; empty, where it is a folder."""
+"""How the name begins of what is being made, beside what it is to be."""
+_BESIDE = rf"{re.escape(DRAFT)}[0-9a-f]{{8}}-[0-9a-f]{{16}}"
+"""The name of a draft of `make_folder` or `open_or_make`, both of which make it empty."""
+_EMPTY = re.compile(rf"{_BESIDE}|{re.escape(DRAFT)}[0-9a-f]{{32}}")
+_WRITTEN = frozenset({f"{DRAFT}state", f"{DRAFT}data.mdb"})
 SHARED = 0o077
 """Of a mode: what others than the owner may."""
 _ZEROS = memoryview(bytes(1 << 20))
@@ -85,7 +92,8 @@ def _is_something_else(path: str) -> bool:
 def make_folder(path: str | Path, mode: int, *, draft: str | Path | None = None) -> None:
     """Make the directory `path`, unless it is there, with the search bits that go with the file permissions `mode`.
 
-    `draft` is a path on the same file system that nobody else uses; one beside `path`, if none is given.
+    `draft` is a path on the same file system that nobody else uses; one beside `path`, if none is given: then who was
+    killed while he made the same leaves none.
     """
     if not mode & SHARED:
         _mkdir(path)
@@ -94,16 +102,18 @@ def make_folder(path: str | Path, mode: int, *, draft: str | Path | None = None)
     if os.path.isdir(path):
         permit(path, wanted)
         return
-    draft = draft or _draft_beside(path)
-    _mkdir(draft)
+    made = draft or _draft_beside(path)
+    _mkdir(made)
     try:
-        permit(draft, wanted)
-        os.rename(draft, path)
+        permit(made, wanted)
+        os.rename(made, path)
     except OSError as error:
         with suppress(OSError):
-            os.rmdir(draft)
+            os.rmdir(made)
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT) or not os.path.isdir(path):
             raise  # else somebody else made it, and may have swept our draft away
+    if draft is None:
+        _sweep_drafts_of(path)
 
 
 def _mkdir(path: str | Path) -> None:
@@ -148,17 +158,47 @@ def _make_shared(path: str | Path, mode: int) -> None:
 
 
 def _draft_beside(path: str | Path) -> str:
+    return f"{_drafts_of(path)}{secrets.token_hex(8)}"
+
+
+def _drafts_of(path: str | Path) -> str:
+    """How the paths of all drafts of `path` begin: short, whatever its name."""
     folder, name = os.path.split(path)
-    return os.path.join(folder, f"{DRAFT}{name}-{secrets.token_hex(8)}")
+    return os.path.join(folder, f"{DRAFT}{zlib.crc32(os.fsencode(name)):08x}-")
+
+
+def is_draft_of(path: str | Path, name: str) -> bool:
+    """Whether `name` is one that `make_folder` or `open_or_make` gives to a draft of `path`."""
+    return re.fullmatch(_BESIDE, name) is not None and name.startswith(os.path.basename(_drafts_of(path)))
+
+
+def _sweep_drafts_of(path: str | Path) -> None:
+    with suppress(OSError):  # a folder that may be written to, and not read
+        for name in os.listdir(os.path.dirname(path)):
+            if is_draft_of(path, name):
+                _remove_empty(os.path.join(os.path.dirname(path), name))
 
 
 def sweep_drafts(folder: str | Path) -> None:
-    """Remove what somebody who was killed had been making in `folder`. For who knows that nobody is making anything."""
-    with os.scandir(folder) as entries:
-        drafts = [entry for entry in entries if entry.name.startswith(DRAFT)]
-    for draft in drafts:
-        with suppress(FileNotFoundError):
-            (os.rmdir if draft.is_dir(follow_symlinks=False) else os.unlink)(draft.path)
+    """Remove what somebody who was killed had been making in `folder`, a tier's: by their names, and what is made empty
+    only if it is. For who knows that nobody is making anything. What cannot be removed stays.
+    """
+    for name in os.listdir(folder):
+        if _EMPTY.fullmatch(name):
+            _remove_empty(os.path.join(folder, name))
+        elif name in _WRITTEN:
+            with suppress(OSError):
+                os.unlink(os.path.join(folder, name))
+
+
+def _remove_empty(path: str) -> None:
+    """Remove a file or a folder of ours, unless it holds something and so is not."""
+    with suppress(OSError):
+        status = os.lstat(path)
+        if stat.S_ISDIR(status.st_mode):
+            os.rmdir(path)
+        elif stat.S_ISREG(status.st_mode) and not status.st_size:
+            os.unlink(path)
 
 
 def permit(file: int | str | Path, mode: int) -> None:

@@ -11,7 +11,7 @@ from kvstore.catalog import DATABASES, SETTLE_DUE_UNREAD, Catalog, stored_capaci
 from kvstore.compaction import COMPACTED, compact
 from kvstore.environment import PAGE, Environment, check_filesystem, damage
 from kvstore.errors import NotAStoreError, StoreDamagedError, StoreFullError, StoreNotFoundError
-from kvstore.files import DRAFT, make_folder
+from kvstore.files import is_draft_of, make_folder
 from kvstore.presence import Presence, State, explained, is_presence_file, mode_of
 from kvstore.records import generation_of
 from kvstore.retention import Retention
@@ -173,7 +173,8 @@ def _make_directory(directory: Path, *, readonly: bool, mode: int) -> None:
             raise NotAStoreError(f"{directory}: a part of this path is a file") from error
     if not directory.is_dir():
         raise NotAStoreError(f"{directory} is a file; an LMDB tier is a directory with data.mdb in it")
-    names = {path.name for path in directory.iterdir() if not path.name.startswith(DRAFT)} - {"lost+found"}
+    names = {path.name for path in directory.iterdir() if not is_draft_of(directory / "gate", path.name)}
+    names.discard("lost+found")
     foreign = sorted(name for name in names if name not in _FILES and not is_presence_file(name))
     if foreign or (names and "gate" not in names):
         found = ", ".join(foreign[:3] or sorted(names))

@@ -23,7 +23,7 @@ from kvstore.errors import (
     StoreOpenError,
     StoreSealedError,
 )
-from kvstore.files import DRAFT, make_folder, sweep_drafts
+from kvstore.files import is_draft_of, make_folder, sweep_drafts
 from kvstore.growth import Growth
 from kvstore.namespace import FINGERPRINT_BYTES
 from kvstore.presence import Presence, State, explained, mode_of
@@ -74,8 +74,7 @@ def open_tier(url: TierURL) -> tuple[LocalTier, str | None]:
                 make_folder(folder, mode)
         with Presence.opening(root / INNER, readonly=url.option(READONLY), mode=mode) as presence:
             if presence.alone and not presence.readonly:
-                for folder in (root, root / CATALOGUE):
-                    sweep_drafts(folder)
+                sweep_drafts(root / CATALOGUE)
             try:
                 must_rebuild = _must_rebuild(root / CATALOGUE, presence)
                 tier, reason = _open_parts(url, root, presence, mode, sealer, must_rebuild=must_rebuild)
@@ -122,7 +121,8 @@ def _check_location(root: Path, url: TierURL) -> Sealer | None:
     known = INNER in names and (root / INNER).is_dir()
     if not known:
         for name in names:
-            if name != "lost+found" and not name.startswith(DRAFT) and read_namespace(root / name) is None:
+            passed_over = name == "lost+found" or is_draft_of(root / INNER, name)
+            if not passed_over and read_namespace(root / name) is None:
                 raise NotAStoreError(
                     f"{root} is no tier, and {name!r} in it is not kvstore's: choose an empty or a new directory"
                 )

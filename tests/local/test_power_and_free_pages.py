@@ -32,13 +32,14 @@ class Disk:
         )
         shutil.copytree(root, image)
         self._data, self._on_disk = catalogue_of(root), catalogue_of(image)
-        monkeypatch.setattr(Environment, "sync", lambda environment: self._synced(environment))  # a method, too
+
+        def synced(environment: Environment) -> None:
+            self._sync(environment)
+            shutil.copyfile(self._data, self._on_disk)
+
+        monkeypatch.setattr(Environment, "sync", synced)
         monkeypatch.setattr(kvstore.lmdb_free, "punch_hole", self._punched)
         monkeypatch.setattr(kvstore.lmdb_free, "write_all", self._written)
-
-    def _synced(self, environment: Environment) -> None:
-        self._sync(environment)
-        shutil.copyfile(self._data, self._on_disk)
 
     def _punched(self, fd: int, offset: int, nbytes: int) -> None:
         self._punch(fd, offset, nbytes)
