@@ -3,17 +3,20 @@
 ::
 
     rewrap      the keyring's data keys are wrapped by another operator's key; no block is touched
+    foresee     which blocks a resealing would seal anew, which data keys would go, and which would stay
     reseal      each tenant gets a new data key, every block is sealed anew, then the old keys are dropped
 
 Resealing is for a data key that may have leaked. It works beside readers and writers, who seal with the new key from
 their next batch on. What is interrupted is gone on with by the same call: blocks say what they are sealed with. A block
 is replaced where it is (`BlockStore.reseal_many`); where a store cannot, it is away for the moment between its removal
 and its return, and whoever asks for it then computes it. Old keys are dropped only once nothing that can be read is
-under them.
+under them. Only tenants of whom the named tiers hold a block get a new key: nothing is known of the others' blocks,
+which other tiers of the keyring may hold, and their keys stay as they are.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,18 +32,45 @@ from kvstore.types import BlockRead, BlockWrite, GetOutcome, ResealOutcome, Unse
 from kvstore.url import READONLY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from kvstore.abc import BlockStore
     from kvstore.namespace import Namespace
     from kvstore.types import BlockInfo, BlockKey
     from kvstore.url import TierURL
 
-__all__ = ["Resealed", "keyrings_of", "reseal", "rewrap"]
+__all__ = ["Foreseen", "KeyUse", "Resealed", "foresee", "keyrings_of", "reseal", "rewrap"]
 
 PASSES = 5
 """How often the tiers are gone through for blocks that a batch under way has still sealed with an old key."""
 BATCH_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class KeyUse:
+    """A data key, by its id in hex, and how many blocks of the named tiers are under it."""
+
+    keyring: str
+    tenant: str
+    key: str
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """What `reseal` would do, as the tiers are now."""
+
+    drop: list[KeyUse]
+    """Data keys that would be dropped, once their blocks are under new ones."""
+    keep: list[KeyUse]
+    """Those of tenants of whom the named tiers hold no block, and those that are new already."""
+    unseen: list[Unseen]
+    """What cannot be looked into: as long as there is such, no key is dropped."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that would be sealed anew."""
+        return sum(use.blocks for use in self.drop)
 
 
 @dataclass(slots=True)
@@ -57,6 +87,8 @@ class Resealed:
     """What could not be looked into: what of it is under an old key could be read by nobody without that."""
     unmarked: int = 0
     """Marks that blocks had, and could not be given again, or only without their pin."""
+    not_here: list[KeyUse] = field(default_factory=list[KeyUse])
+    """Data keys that stay, as these tiers hold no block of their tenant."""
 
 
 def keyrings_of(urls: Iterable[TierURL]) -> dict[str, bytes]:
@@ -89,26 +121,47 @@ def rewrap(keyrings: dict[str, bytes], new_operator_key: bytes) -> None:
             keyring.close()
 
 
+def foresee(
+    urls: Sequence[TierURL], keyrings: dict[str, bytes], *, advance: Callable[[int], object] = lambda _: None
+) -> Foreseen:
+    """What `reseal` would do with these tiers; nothing is changed. Raises what `reseal` does for wrong URLs."""
+    _check(urls)
+    counts: Counter[bytes] = Counter()
+    for url in urls:
+        with open_store(url, readonly=True) as store:
+            for ids in _key_ids(store):
+                counts.update(key_id for key_id in ids if key_id)
+                advance(len(ids))
+    unseen = [one for url in urls for one in _unseen(url, readonly=True)]
+    drop, keep = list[KeyUse](), list[KeyUse]()
+    for path, key in keyrings.items():
+        with Keyring.open(path, key, create=False) as keyring:
+            whose = keyring.ring().tenants
+            there = {tenant for key_id, tenant in whose.items() if counts[key_id]}
+            goes = _begun(keyring, there)
+            goes |= {key_id for key_id, tenant in whose.items() if tenant in there - {whose[one] for one in goes}}
+            for key_id, tenant in whose.items():
+                (drop if key_id in goes else keep).append(KeyUse(path, tenant, key_id.hex(), counts[key_id]))
+    return Foreseen(drop, keep, unseen)
+
+
 def reseal(
     urls: Sequence[TierURL], keyrings: dict[str, bytes], *, advance: Callable[[int], object] = lambda _: None
 ) -> Resealed:
     """Seal every block of these tiers under new data keys, then drop the old ones, if every block was seen.
 
-    `urls` have to be all tiers of the keyrings: what is elsewhere sealed with an old key is lost, and computed again.
-    `advance` is called with numbers of blocks that were looked at.
+    `urls` have to be all tiers of the keyrings: what another one has of the same tenants under an old key is lost, and
+    computed again. `advance` is called with numbers of blocks that were looked at.
 
     Raises `ConfigurationError` for a read-only URL and `StoreNotFoundError` for one where no tier is, before anything
     is changed; `TierUnavailable` where blocks can be read and not be replaced, and what `open_store` and the stores
     raise: the old keys are kept then, and the same call goes on where it was.
     """
-    for url in urls:
-        if url.validated(backend_class(url).options).option(READONLY):
-            raise ConfigurationError(f"{url} is read-only, and its blocks are to be stored anew: leave readonly= out")
-        with open_store(url, readonly=True):  # nothing is made where no tier is
-            pass
+    _check(urls)
     opened = [Keyring.open(path, key, create=False) for path, key in keyrings.items()]
     try:
-        old = {keyring: keyring.old_keys() or keyring.renew() for keyring in opened}
+        there = _tenants_there(urls, opened)
+        old = {keyring: _begin(keyring, there) for keyring in opened}
         work = _Resealing(opened, frozenset[bytes]().union(*old.values()), advance)
         left = 0
         for _ in range(PASSES):
@@ -127,6 +180,12 @@ def reseal(
                 continue
             keyring.retire(keys)
             work.report.dropped += len(keys)
+        work.report.not_here = [
+            KeyUse(str(keyring.path), tenant, key_id.hex(), 0)
+            for keyring in opened
+            for key_id, tenant in keyring.ring().tenants.items()
+            if tenant not in there
+        ]
     finally:
         for keyring in opened:
             keyring.close()
@@ -134,8 +193,48 @@ def reseal(
     return work.report
 
 
-def _unseen(url: TierURL) -> list[Unseen]:
-    with open_store(url) as store:
+def _check(urls: Iterable[TierURL]) -> None:
+    for url in urls:
+        if url.validated(backend_class(url).options).option(READONLY):
+            raise ConfigurationError(f"{url} is read-only, and its blocks are to be stored anew: leave readonly= out")
+        with open_store(url, readonly=True):  # nothing is made where no tier is
+            pass
+
+
+def _key_ids(store: BlockStore) -> Iterator[list[bytes | None]]:
+    """The ids of the data keys that the store's blocks are under, some at a time."""
+    for space in store.namespaces():
+        for infos in batches(space, store.scan(space), BATCH_BYTES):
+            yield store.sealed_with(space, [info.key for info in infos])
+
+
+def _tenants_there(urls: Iterable[TierURL], keyrings: Iterable[Keyring]) -> frozenset[str]:
+    """The tenants under whose keys these tiers hold a block; looked for until all are found."""
+    whose = {key_id: tenant for keyring in keyrings for key_id, tenant in keyring.ring().tenants.items()}
+    wanted, found = frozenset(whose.values()), set[str]()
+    for url in urls:
+        with open_store(url, readonly=True) as store:
+            for ids in _key_ids(store):
+                found.update(whose[key_id] for key_id in ids if key_id in whose)
+                if found >= wanted:
+                    return wanted
+    return frozenset(found)
+
+
+def _begun(keyring: Keyring, there: Collection[str]) -> frozenset[bytes]:
+    """The old keys of those tenants that a resealing which was interrupted has left."""
+    whose = keyring.ring().tenants
+    return frozenset(key_id for key_id in keyring.old_keys() if whose.get(key_id) in there)
+
+
+def _begin(keyring: Keyring, there: Collection[str]) -> frozenset[bytes]:
+    """Give each of those tenants a new key, unless an interrupted resealing has; their old ones, which are to go."""
+    begun, whose = _begun(keyring, there), keyring.ring().tenants
+    return begun | keyring.renew(set(there) - {whose[key_id] for key_id in begun})
+
+
+def _unseen(url: TierURL, **options: bool) -> list[Unseen]:
+    with open_store(url, **options) as store:
         return store.unseen()
 
 

@@ -28,7 +28,7 @@ from kvstore.files import sync_folder
 from kvstore.sealing.document import Document
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Mapping
+    from collections.abc import Callable, Collection, Generator, Iterable, Mapping
     from typing import Self
 
 __all__ = ["DataKey", "Keyring", "Ring"]
@@ -187,13 +187,16 @@ class Keyring:
         """Those that have a data key, in order; `""` are blocks of nobody in particular."""
         return sorted(self.ring().current)
 
-    def renew(self) -> frozenset[bytes]:
-        """A new data key for each tenant that has one; the ids of those before, which stay until they are retired."""
+    def renew(self, tenants: Collection[str] | None = None) -> frozenset[bytes]:
+        """A new data key for each tenant that has one, or for those of `tenants` alone; the ids of those before, which
+        stay until they are retired.
+        """
         old: list[bytes] = []
 
         def renewed(document: Document) -> Document:
-            old[:] = [key.id for key in document.keys]
-            for tenant in {key.tenant for key in document.keys}:
+            renewing = [key for key in document.keys if tenants is None or key.tenant in tenants]
+            old[:] = [key.id for key in renewing]
+            for tenant in {key.tenant for key in renewing}:
                 document = document.with_key(tenant, self._operator_key)
             return document
 

@@ -192,12 +192,12 @@ class TestCommand:
             with open_store(f"{url}&encryption={old}") as store:
                 store.put_many(SPACE, [write(number, tenant="acme"), write(number + 2)])
         ring = keyring(tmp_path).ring()
-        code = run(["rekey", *bare, "--encryption", old, "--new-encryption", new, "--data", "--json"])
+        code = run(["rekey", *bare, "--encryption", old, "--new-encryption", new, "--data", "--yes", "--json"])
         told = json.loads(capsys.readouterr().out)
         assert code == EXIT_OK
         assert told == {
             "keyrings": [str(tmp_path / "keyring.json")], "rewrapped": True, "resealed": 4, "lost": 0, "dropped": 2,
-            "unmarked": 0, "kept": 0, "unseen": [],
+            "unmarked": 0, "kept": 0, "unseen": [], "not_here": [], "dry_run": False,
         }  # fmt: skip
         with pytest.raises(KeyringError, match="another operator's key"):
             keyring(tmp_path)
@@ -217,9 +217,57 @@ class TestCommand:
             assert get(store, range(4)) == [HIT] * 4
 
     def test_what_was_done_is_said(self, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-        assert run(["rekey", url, "--data"]) == EXIT_OK
+        assert run(["rekey", url, "--data", "--yes"]) == EXIT_OK
         told = capsys.readouterr().out
         assert told == "4 blocks sealed under new data keys, 0 lost, 2 old data keys dropped\n"
+
+    def test_without_yes_it_says_what_it_would_do_and_does_nothing(
+        self, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        keyring(tmp_path).data_key("elsewhere")
+        before, new = (tmp_path / "keyring.json").read_bytes(), f"file:{key_file(tmp_path, 'new.key')}"
+        assert run(["rekey", url, "--data", "--new-encryption", new]) == EXIT_OK
+        told = re.sub(r"\s+", " ", capsys.readouterr().out)
+        assert "4 blocks would be sealed under new data keys, and 2 data keys be dropped; --yes does it" in told
+        assert "Every other tier that shares a keyring has to be named" in told
+        assert run(["rekey", url, "--data", "--json"]) == EXIT_OK
+        answer = json.loads(capsys.readouterr().out)
+        assert (answer["dry_run"], answer["blocks"], answer["unseen"]) == (True, 4, [])
+        assert {(use["tenant"], use["blocks"]) for use in answer["drop"]} == {("acme", 2), ("", 2)}
+        assert [(use["tenant"], use["blocks"]) for use in answer["keep"]] == [("elsewhere", 0)]
+        assert (tmp_path / "keyring.json").read_bytes() == before
+
+    def test_keys_of_tenants_whose_blocks_are_in_another_tier_stay_and_are_named(
+        self, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        other = sealed(f"lmdb://{tmp_path}/other", tmp_path)
+        with open_store(other) as store:
+            store.put_many(SPACE, [write(9, tenant="elsewhere")])
+        kept = keyring(tmp_path).data_key("elsewhere").id
+        for _ in range(2):  # a key that stays does not count as one that an interruption has left
+            before = set(keyring(tmp_path).ring().keys)
+            assert run(["rekey", url, "--data", "--yes"]) == EXIT_OK
+            told = re.sub(r"\s+", " ", capsys.readouterr().out)
+            assert "4 blocks sealed under new data keys, 0 lost, 2 old data keys dropped" in told
+            assert f"kept: the data key {kept.hex()} of tenant 'elsewhere'" in told
+            assert before & set(keyring(tmp_path).ring().keys) == {kept}
+        with open_store(other) as store:
+            assert get(store, [9]) == [HIT]
+        assert outcomes(url) == [HIT] * 4
+
+    def test_an_interrupted_one_is_foreseen_and_ended_for_those_tenants_alone(
+        self, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        keyring(tmp_path).data_key("elsewhere")
+        left = keyring(tmp_path).renew({"acme", "elsewhere"})
+        assert run(["rekey", url, "--data", "--json"]) == EXIT_OK
+        assert {use["tenant"] for use in json.loads(capsys.readouterr().out)["drop"]} == {"acme", ""}
+        assert run(["rekey", url, "--data", "--yes", "--json"]) == EXIT_OK
+        answer = json.loads(capsys.readouterr().out)
+        assert (answer["resealed"], answer["dropped"]) == (4, 2)
+        assert {use["tenant"] for use in answer["not_here"]} == {"elsewhere"}
+        assert len(left & set(keyring(tmp_path).ring().keys)) == 1
+        assert outcomes(url) == [HIT] * 4
 
     def test_what_cannot_be_done_is_an_error(
         self, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -252,7 +300,7 @@ def test_old_keys_stay_while_a_namespace_cannot_be_looked_into(
 
     def rekeyed() -> tuple[int, dict[str, Any]]:
         capsys.readouterr()
-        code = run(["rekey", url, "--data", "--json"])
+        code = run(["rekey", url, "--data", "--yes", "--json"])
         return code, json.loads(capsys.readouterr().out)
 
     code, told = rekeyed()

@@ -268,10 +268,10 @@ def dies_there(site: Site, point: str, after: bool, times: int) -> None:
     """Somebody dies there, and the same command again ends it."""
     _, before = site.who()
     with watched(site):
-        die([site.url(), "--data"], point, after, times)
+        die([site.url(), "--data", "--yes"], point, after, times)
         missing = site.check_after_a_death(apart=point in APART)
         assert bool(missing) == ((point, after) in (("delete_many", True), ("put_many", False)))
-        assert run(["rekey", site.url(), "--data"]) == EXIT_OK
+        assert run(["rekey", site.url(), "--data", "--yes"]) == EXIT_OK
     site.check_ended(before)
     assert site.missing(marked=point not in APART) == missing
     site.fill()
@@ -337,7 +337,7 @@ def killed_at_random(site: Site, rounds: int, chance: random.Random) -> dict[str
     """Kill the command over and over, somewhere; half of the times it is to change the operator's key as well."""
     told: dict[str, Any] = {"kills": 0, "ended first": 0, "old keys left": 0}
     under_way = multiprocessing.get_context("forkserver").Event()
-    process = started(rekey, [site.url(), "--data"], under_way, "", False, 0)
+    process = started(rekey, [site.url(), "--data", "--yes"], under_way, "", False, 0)
     assert under_way.wait(30)
     begun = time.monotonic()
     assert ended(process) == EXIT_OK
@@ -348,7 +348,7 @@ def killed_at_random(site: Site, rounds: int, chance: random.Random) -> dict[str
             other = "other" if name == "operator" else "operator"
             change = ["--new-encryption", site.source(other)] if chance.random() < 0.5 else []
             under_way = multiprocessing.get_context("forkserver").Event()
-            process = started(rekey, [site.url(), "--data", *change], under_way, "", False, 0)
+            process = started(rekey, [site.url(), "--data", "--yes", *change], under_way, "", False, 0)
             assert under_way.wait(30)
             time.sleep(chance.uniform(0, most))
             process.kill()
@@ -358,7 +358,7 @@ def killed_at_random(site: Site, rounds: int, chance: random.Random) -> dict[str
             assert code in (EXIT_OK, -signal.SIGKILL)
             site.check_after_a_death()
             told["old keys left"] += len(site.who()[1].data) > len(TENANTS)
-        assert run(["rekey", site.url(), "--data"]) == EXIT_OK
+        assert run(["rekey", site.url(), "--data", "--yes"]) == EXIT_OK
     assert len(site.who()[1].data) == len(TENANTS)
     assert site.missing() == []
     return told | {"looks at the keyring": looks[0], "destroyed keys": len(site.who()[1].destroyed)}
