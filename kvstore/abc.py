@@ -107,6 +107,9 @@ class BlockStore(ABC):
     own (`kvstore.apart`) wait for them.
     """
 
+    keeps_size: ClassVar[str] = ""
+    """Where its files keep the size of their greatest day, whatever goes: what makes them smaller, in a clause."""
+
     capabilities: Capabilities
 
     def __init__(self, url: TierURL) -> None:
@@ -153,6 +156,13 @@ class BlockStore(ABC):
     @abstractmethod
     def usage(self) -> Usage:
         """How full the store is, over all namespaces and, where the store is shared, all processes."""
+
+    def excess(self, capacity: int) -> int:
+        """How many bytes have to go for what is stored to fit into `capacity`, as if that were the tier's; where there
+        is room, less than 0. Space that blocks to come will use counts for nothing. May look at more than `usage`.
+        """
+        usage = self.usage()
+        return usage.used + usage.reserved + usage.overhead - capacity
 
     @abstractmethod
     def close(self) -> None:

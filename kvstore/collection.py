@@ -181,9 +181,8 @@ def _count(found: Survey, seen: SpaceSurvey, info: BlockInfo, number: int, ages:
 
 
 def _find_limit(found: Survey, store: BlockStore, capacity: int, ages: _Ages) -> None:
-    usage = store.usage()
     going = sum(space.bytes if space.dropped else space.expired_bytes for space in found.spaces)
-    excess = usage.used + usage.reserved + usage.overhead - going - capacity
+    excess = store.excess(capacity) - going
     to_free = excess + int(capacity * (1 - found.rules.down_to)) if excess > 0 else 0
     found.limit = oldest_beyond(zip(ages.moments, ages.sizes, strict=True), to_free)
     over = _Over(found.limit)

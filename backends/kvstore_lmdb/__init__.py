@@ -50,7 +50,7 @@ from kvstore_lmdb.purge import finish_purge
 from kvstore_lmdb.put import Puts, Staged, chunks, stage, with_keys
 from kvstore_lmdb.removal import TOGETHER, purge_blocks, remove_as_read, remove_blocks, take_back
 from kvstore_lmdb.repair import is_of_later_version, repair
-from kvstore_lmdb.whole import addresses_in, unseen, usage
+from kvstore_lmdb.whole import addresses_in, excess, unseen, usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
@@ -81,6 +81,10 @@ class LMDBStore(BlockStore):
     options: ClassVar[tuple[Option[object], ...]] = (
         *(CAPACITY, KEEP_FREE, TTL, TTL_FROM, DURABILITY, READONLY, MODE, SCRUB),
         *SEALING,
+    )
+    keeps_size: ClassVar[str] = (
+        "whoever opens the tier alone with a capacity below its size, which is the tier's from then on, has what is"
+        " left written to a new file"
     )
 
     def __init__(self, url: TierURL) -> None:
@@ -233,6 +237,10 @@ class LMDBStore(BlockStore):
     def usage(self) -> Usage:
         with self._telling():
             return usage(self._tier)
+
+    def excess(self, capacity: int) -> int:
+        with self._telling():
+            return excess(self._tier, capacity)
 
     def touch_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
         addresses = self._addresses(namespace, keys)

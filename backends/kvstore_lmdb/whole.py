@@ -5,14 +5,17 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from kvstore.environment import PAGE
 from kvstore.types import Unseen, Usage
+from kvstore_lmdb.opening import tree_bytes
+from kvstore_lmdb.space import SMALLEST_CAPACITY, Space
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore_lmdb.opening import Tier
 
-__all__ = ["addresses_in", "unseen", "usage"]
+__all__ = ["addresses_in", "excess", "unseen", "usage"]
 
 
 def usage(tier: Tier) -> Usage:
@@ -21,6 +24,17 @@ def usage(tier: Tier) -> Usage:
         totals = snapshot.totals()
         overhead = max(0, _occupied(tier.directory) - totals.used)
     return Usage(totals.blocks, totals.used, totals.reserved, overhead, totals.capacity, totals.pinned)
+
+
+def excess(tier: Tier, capacity: int) -> int:
+    """See `BlockStore.excess`: by what blocks and trees occupy. The file's free pages are room for blocks to come."""
+    with tier.catalog.read() as snapshot:
+        totals, trees = snapshot.totals(), tree_bytes(tier.catalog, snapshot.txn)
+        live = tier.environment.live_pages(snapshot.txn) * PAGE
+    if capacity < SMALLEST_CAPACITY:  # no tier has that: what its files would occupy
+        data = (tier.directory / "data.mdb").stat().st_blocks * 512
+        return _occupied(tier.directory) - max(0, data - live) - capacity
+    return totals.used + totals.reserved + Space(capacity).overhead(trees) - capacity
 
 
 def _occupied(directory: Path) -> int:

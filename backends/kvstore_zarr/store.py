@@ -16,6 +16,7 @@ import lmdb
 
 from kvstore.abc import REFUSE_S, BlockStore, Capabilities
 from kvstore.catalog import addresses_of
+from kvstore.compaction import is_worthwhile
 from kvstore.errors import StoreAccessError, StoreClosedError, TierUnavailable
 from kvstore.marks import MarkOutcome
 from kvstore.objects.settings import REMOTE
@@ -31,6 +32,7 @@ from kvstore_zarr import calls
 from kvstore_zarr.abandoned import abandoned_folders
 from kvstore_zarr.deleting import dropped_and_empty, has_files, remove
 from kvstore_zarr.expiry import take_back, take_out
+from kvstore_zarr.folders import occupied
 from kvstore_zarr.format import PAGE
 from kvstore_zarr.get import get_blocks
 from kvstore_zarr.opening import close_tier, open_tier
@@ -220,6 +222,15 @@ class LocalZarrStore(BlockStore):
         with self._using() as tier, tier.catalog.read() as snapshot:
             totals = snapshot.totals()
         return Usage(totals.blocks, totals.used, totals.reserved, totals.overhead, totals.capacity, totals.pinned)
+
+    def excess(self, capacity: int) -> int:
+        """See `BlockStore.excess`. What the next opening gives back of the catalogue is not in the blocks' way."""
+        with self._using() as tier, tier.catalog.read() as snapshot:
+            usage, spare = self.usage(), 0
+            if is_worthwhile(tier.environment, usage.capacity):
+                live = tier.environment.live_pages(snapshot.txn) * PAGE
+                spare = max(0, occupied(f"{tier.root}/{CATALOGUE}/data.mdb") - live)
+        return usage.used + usage.reserved + usage.overhead - spare - capacity
 
     def touch_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
         with self._using() as tier:

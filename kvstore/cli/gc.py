@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -90,13 +90,21 @@ def gc(
         drop = [] if prefix is None else matching_namespaces(store, prefix)
         with progress("looking", total) as advance:
             found = survey(store, rules, drop=drop, advance=advance)
+        size = _Size.of(store)
     if prefix is not None:
         found.leftovers, found.spaces = [], [space for space in found.spaces if space.dropped]
-    done = _carry_out(tier, found, drop) if yes else None
+    done = None
+    if yes:
+        done, size = _carry_out(tier, found, drop)
     if as_json:
-        emit_json(_as_json(tier, found, done))
+        emit_json(_as_json(tier, found, done, size))
     else:
         _show(tier, found, done)
+        if size.remedy and found.blocks:
+            click.echo(
+                f"the tier's file stays as large as it is, {format_size(size.bytes)} in all, and blocks to come use"
+                f" what is free in it; to give that back to the disk: {size.remedy}"
+            )
     if done is not None and (found.excess or (done.kept and found.rules.capacity is not None)):
         ctx.exit(EXIT_NOT_INTACT)
 
@@ -117,13 +125,28 @@ def _rules(store: BlockStore, url: TierURL, ttl: float | None, ttl_from: str | N
     )
 
 
-def _carry_out(tier: TierURL, found: Survey, drop: Sequence[Namespace]) -> Collected:
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """What a tier occupies, where that does not become less as blocks go, and what makes it less."""
+
+    bytes: int
+    remedy: str
+
+    @classmethod
+    def of(cls, store: BlockStore) -> _Size:
+        if not store.keeps_size:
+            return cls(0, "")
+        usage = store.usage()
+        return cls(usage.used + usage.reserved + usage.overhead, store.keeps_size)
+
+
+def _carry_out(tier: TierURL, found: Survey, drop: Sequence[Namespace]) -> tuple[Collected, _Size]:
     # A sweep of its own would come in between, and the command is to end.
     with open_store(_without(tier, "sweep")) as store, progress("removing", found.blocks) as advance:
-        return collect(store, found, drop=drop, advance=advance)
+        return collect(store, found, drop=drop, advance=advance), _Size.of(store)
 
 
-def _as_json(tier: TierURL, found: Survey, done: Collected | None) -> dict[str, Any]:
+def _as_json(tier: TierURL, found: Survey, done: Collected | None, size: _Size) -> dict[str, Any]:
     return {
         "url": str(tier),
         "dry_run": done is None,
@@ -132,6 +155,7 @@ def _as_json(tier: TierURL, found: Survey, done: Collected | None) -> dict[str, 
         "capacity": found.rules.capacity,
         "to_go": {"blocks": found.blocks, "bytes": found.bytes, "leftovers": len(found.leftovers)},
         "left_over_capacity": found.excess,
+        "file_keeps_its_size": {"bytes": size.bytes, "smaller": size.remedy} if size.remedy else None,
         "namespaces": found.spaces,
         "leftovers": found.leftovers,
         "not_looked_into": found.unseen,
