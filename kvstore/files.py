@@ -34,6 +34,7 @@ __all__ = [
     "open_unchecked",
     "permit",
     "punch_hole",
+    "rename_new",
     "replace_file",
     "sweep_drafts",
     "sync_folder",
@@ -51,6 +52,7 @@ SHARED = 0o077
 _ZEROS = memoryview(bytes(1 << 20))
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
+_HERE, _NO_REPLACE = -100, 1
 _kernel = ctypes.CDLL(None, use_errno=True)
 _fallocate = _kernel.fallocate64 if hasattr(_kernel, "fallocate64") else _kernel.fallocate
 _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
@@ -106,7 +108,7 @@ def make_folder(path: str | Path, mode: int, *, draft: str | Path | None = None)
     _mkdir(made)
     try:
         permit(made, wanted)
-        os.rename(made, path)
+        rename_new(made, path)
     except OSError as error:
         with suppress(OSError):
             os.rmdir(made)
@@ -114,6 +116,22 @@ def make_folder(path: str | Path, mode: int, *, draft: str | Path | None = None)
             raise  # else somebody else made it, and may have swept our draft away
     if draft is None:
         _sweep_drafts_of(path)
+
+
+def rename_new(source: str | Path, target: str | Path) -> None:
+    """Rename a folder, and not over an empty one, in which another process may be about to make something: where the
+    file system can tell (NFS cannot). Raises OSError, EEXIST where something stands there.
+    """
+    try:
+        answer = _kernel.renameat2(_HERE, os.fsencode(source), _HERE, os.fsencode(target), _NO_REPLACE)
+    except AttributeError:  # musl before 1.2.6
+        answer, number = -1, errno.ENOSYS
+    else:
+        number = ctypes.get_errno()
+    if answer and number in (errno.ENOSYS, errno.EINVAL):
+        os.rename(source, target)
+    elif answer:
+        raise OSError(number, os.strerror(number), os.fspath(target))
 
 
 def _mkdir(path: str | Path) -> None:

@@ -99,12 +99,12 @@ class DirectoryClient(ObjectClient):
     def _put(self, path: str, parts: Sequence[NDArray[np.uint8]], *, new: bool) -> None:
         target = self._at(path)
         folder = target.rpartition("/")[0]
-        self._make_ready(folder)
         draft = f"{folder}/{DRAFT}{secrets.token_hex(8)}"
         try:
             try:
+                self._make_ready(folder)
                 self._write(draft, parts)
-            except FileNotFoundError:  # somebody removed the folder
+            except FileNotFoundError:  # somebody removed the folder, or one above it
                 self._ready.discard(folder)
                 self._make_ready(folder)
                 self._write(draft, parts)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from local_helpers import HIT, STORED, TINY
 
+import kvstore.files
 from kvstore import open_store
 from kvstore.testing.supply import get, writes
 
@@ -66,6 +67,7 @@ def make_and_die(url: str, at: int) -> None:
 
     for name in CALLS:
         setattr(os, name, fatal(getattr(os, name)))
+    kvstore.files.rename_new = fatal(kvstore.files.rename_new)
     with open_store(url) as store:
         assert store.put_many(TINY, writes([0], TINY)) == [STORED]
     os._exit(0)

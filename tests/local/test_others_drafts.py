@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from local_helpers import HIT, STORED, TINY
 
+import kvstore.files
+import kvstore.objects.directory_client
 from kvstore import open_store
 from kvstore.errors import NotAStoreError
 from kvstore.files import make_folder
@@ -78,8 +80,9 @@ def test_a_root_whose_maker_was_killed_leaves_nothing_beside_it_once_it_is_made(
     source = f"""
 import os, sys
 sys.path[:0] = {sys.path!r}
+import kvstore.files
 from kvstore import open_store
-os.rename = lambda *_: os.kill(os.getpid(), {signal.SIGKILL})
+kvstore.files.rename_new = lambda *_: os.kill(os.getpid(), {signal.SIGKILL})
 open_store({url!r})
 """
     beside = [root.parent / name for name in (f".new-{'0' * 8}-{'0' * 16}", ".new-data.mdb", ".new-state")]
@@ -101,7 +104,7 @@ def test_a_name_may_be_as_long_as_the_file_system_takes(scheme: str, tmp_path: P
 def test_who_finds_his_draft_swept_away_has_the_folder_that_another_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    really = os.rename
+    really = kvstore.files.rename_new
 
     def rename(source: str, target: Path) -> None:
         monkeypatch.undo()
@@ -109,6 +112,38 @@ def test_who_finds_his_draft_swept_away_has_the_folder_that_another_made(
         assert not os.path.lexists(source)
         really(source, target)
 
-    monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(kvstore.files, "rename_new", rename)
     make_folder(tmp_path / "shared", 0o660)
     assert [path.name for path in tmp_path.iterdir()] == ["shared"]
+
+
+def test_a_folder_that_is_there_is_not_replaced_by_another_that_is_as_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its inode stays: who has looked it up may be making something in it."""
+    path, made, really = tmp_path / "shared", list[int](), os.mkdir
+
+    def mkdir(*arguments: Any) -> None:
+        monkeypatch.undo()
+        make_folder(path, 0o660)
+        made.append(path.stat().st_ino)
+        really(*arguments)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    make_folder(path, 0o660)
+    assert [path.stat().st_ino] == made
+    assert [path.name for path in tmp_path.iterdir()] == ["shared"]
+
+
+def test_a_shared_directory_is_put_into_though_a_folder_in_it_goes_at_once(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a file system cannot tell, another process's folder takes the place of an empty one."""
+
+    def vanish(*_: object, **__: object) -> None:
+        monkeypatch.undo()
+        raise FileNotFoundError
+
+    with open_store(f"file://{root}?remote=true&mode=0666") as store:
+        monkeypatch.setattr(kvstore.objects.directory_client, "make_folder", vanish)
+        assert store.put_many(TINY, writes([1], TINY)) == [STORED]
