@@ -4,18 +4,16 @@ Who is alone in a tier may write what is alive to a new file and put that in pla
 while, and the tier is to occupy no more than it may at any moment. So the file system takes back the free pages of the
 old one first (a hole costs nothing): where at least half of a file is free, the two together are no more than it was.
 
-A kill, wherever, leaves the old file or the new one, each of them whole. The draft is a name that `kvstore.presence`
-sweeps up.
+A kill, wherever, leaves the old file or the new one, each of them whole. The draft's name is one that is swept up
+(`kvstore.files.sweep_drafts`).
 """
 
 from __future__ import annotations
 
-import logging
+import errno
 import os
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
-
-import lmdb
 
 from kvstore.errors import StoreDamagedError
 from kvstore.files import DRAFT, permit, sync_folder
@@ -23,20 +21,18 @@ from kvstore.lmdb_files import PAGE
 from kvstore.lmdb_free import give_back_free_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
     from pathlib import Path
 
     from kvstore.environment import Environment
 
-__all__ = ["COMPACTED", "compact", "is_worthwhile"]
+__all__ = ["COMPACTED", "check_replaceable", "compact", "is_worthwhile"]
 
 COMPACTED = f"{DRAFT}data.mdb"
-"""The name of the new file until it is complete; in the folder that `Presence` keeps its own in."""
+"""The name of the new file until it is complete; beside the old one, wherever that is."""
 
 LEAST_BYTES, MOST_BYTES = 128 << 10, 1 << 20
 """A gain of less is none, under a capacity of 8 MiB or less; of 64 MiB or more, or none."""
-
-_log = logging.getLogger("kvstore.catalogue")
 
 
 def is_worthwhile(environment: Environment, capacity: int | None) -> bool:
@@ -49,18 +45,18 @@ def is_worthwhile(environment: Environment, capacity: int | None) -> bool:
     return pages - 2 * live - pages // 128 >= least // PAGE
 
 
-def compact(environment: Environment, draft: Path, has_room: Callable[[int], bool], *, sync: bool) -> bool:
-    """Put a file without free pages in place of the environment's, which is closed then; whether that was done.
+def compact(environment: Environment, has_room: Callable[[int], bool], failed: Callable[[OSError], object]) -> bool:
+    """Put a file without free pages in place of the environment's; whether the environment is closed now, and is to be
+    opened again: as a rule that was done then, and otherwise not.
 
-    For who has the tier alone, under the gate. `draft` is on the same file system, `has_room` says whether there may
-    be so many bytes more than there are now, those of the free pages not counted any more. Where it was not done,
-    because of that, for a full disk, or because a thread of this process is still inside, it is open as before.
-    `sync`: the new file is on disk before the old one goes; for who would lose all of it to a power loss. Else it is
-    with the next `Environment.sync`, and others who wait at the gate do not wait for the device.
+    For who has the tier alone, under the gate. `has_room` says whether there may be so many bytes more than there are
+    now, those of the free pages not counted any more. `failed` is told what else kept it from being done; the old file
+    is in place then, or the new one.
     """
+    folder, draft = environment.directory, environment.directory / COMPACTED
     if environment.is_shared:
+        failed(_busy(folder))
         return False
-    folder = environment.directory
     with suppress(OSError, StoreDamagedError):  # it takes more room then, and may have that
         _ripen(environment)
         give_back_free_pages(environment)
@@ -68,22 +64,43 @@ def compact(environment: Environment, draft: Path, has_room: Callable[[int], boo
         nbytes = environment.live_pages(txn) * PAGE
     if not has_room(nbytes):
         return False
+    with _removed_if_left(draft):
+        try:
+            _write(environment, draft)
+        except OSError as error:
+            failed(error)
+            return False
+        if not environment.close():
+            failed(_busy(folder))
+            return True
+        try:
+            # In this order: with the old lock file LMDB could take the old one's last transaction for the new one's.
+            (folder / "lock.mdb").unlink(missing_ok=True)
+            draft.rename(folder / "data.mdb")
+            sync_folder(folder)
+        except OSError as error:
+            failed(error)
+    return True
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise OSError where this user could not `compact` there, whatever there is room for."""
+    draft = folder / COMPACTED
+    with _removed_if_left(draft):
+        os.close(_new_file(draft, folder / "data.mdb"))
+
+
+@contextmanager
+def _removed_if_left(draft: Path) -> Generator[None]:
     try:
-        _write(environment, draft, sync=sync)
-    except (OSError, lmdb.Error) as error:
-        _log.warning("%s: its data file could not be made smaller: %s", folder, error)
+        yield
+    finally:
         with suppress(OSError):
             draft.unlink()
-        return False
-    if not environment.close():
-        draft.unlink()
-        return False
-    # In this order: with the old lock file LMDB could take the old one's last transaction for the new one's.
-    (folder / "lock.mdb").unlink(missing_ok=True)
-    draft.rename(folder / "data.mdb")
-    if sync:
-        sync_folder(folder)
-    return True
+
+
+def _busy(folder: Path) -> OSError:
+    return OSError(errno.EBUSY, "a call of this process that is in it has not ended", str(folder))
 
 
 def _ripen(environment: Environment) -> None:
@@ -96,16 +113,29 @@ def _ripen(environment: Environment) -> None:
                 txn.put(b"totals", bytes(totals), db=info)
 
 
-def _write(environment: Environment, draft: Path, *, sync: bool) -> None:
-    """The new file at `draft`, open to whom the old one is."""
-    old = (environment.directory / "data.mdb").stat()
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+def _write(environment: Environment, draft: Path) -> None:
+    """The new file at `draft`, on disk, open to whom the old one is."""
+    descriptor = _new_file(draft, environment.directory / "data.mdb")
     try:
-        if os.fstat(descriptor).st_gid != old.st_gid:
-            os.fchown(descriptor, -1, old.st_gid)
-        permit(descriptor, old.st_mode & 0o777)
         environment.write_compacted(descriptor)
-        if sync:
-            os.fsync(descriptor)
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _new_file(path: Path, old: Path) -> int:
+    """A descriptor of a new, empty file that is open to whom the old one is."""
+    was = old.stat()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        if os.fstat(descriptor).st_gid != was.st_gid:
+            try:
+                os.fchown(descriptor, -1, was.st_gid)
+            except PermissionError:  # not a group of ours
+                if was.st_mode >> 3 & 0o7 != was.st_mode & 0o7:
+                    raise  # and it is no matter only where a group may what everybody may
+        permit(descriptor, was.st_mode & 0o777)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

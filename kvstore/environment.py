@@ -32,6 +32,7 @@ from kvstore.inuse import InUse
 from kvstore.lmdb_errors import DAMAGE, REMEDY
 from kvstore.lmdb_files import PAGE, check_filesystem, damage, filesystem_of, is_network
 from kvstore.lmdb_opening import CREATION_BYTES, LOCK_BYTES, MAP_SIZE, Opened, free_bytes, make_ready, really_open
+from kvstore.lmdb_pages import TREE_BYTES, Tree
 from kvstore.turns import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -183,14 +184,17 @@ class Environment:
             except DAMAGE as error:
                 raise self._damaged(error) from error
             except lmdb.Error as error:
-                full = isinstance(error, lmdb.DiskError) or free_bytes(self.directory) < CREATION_BYTES
-                number = errno.ENOSPC if full else errno.EIO
-                raise OSError(number, f"{os.strerror(number)} ({error})", str(self.directory / "data.mdb")) from error
+                raise self._refused(error) from error
 
     @property
     def damaged(self) -> bool:
         """Whether a transaction of this process met a page or a record that cannot be."""
         return self._opened.damaged
+
+    def _refused(self, error: lmdb.Error) -> OSError:
+        full = isinstance(error, lmdb.DiskError) or free_bytes(self.directory) < CREATION_BYTES
+        number = errno.ENOSPC if full else errno.EIO
+        return OSError(number, f"{os.strerror(number)} ({error})", str(self.directory / "data.mdb"))
 
     def _damaged(self, error: Exception) -> StoreDamagedError:
         self._opened.damaged = True
@@ -249,14 +253,26 @@ class Environment:
             self._opened.env.sync(True)
 
     def live_pages(self, txn: lmdb.Transaction[memoryview]) -> int:
-        """Pages that a compacted copy has: what the databases use, and the headers. A few reads, however many."""
+        """Pages that a compacted copy has: what the databases use, and the headers. A few reads, however many.
+
+        Databases that this version does not know, of a later one, are copied as well.
+        """
         stats = [txn.stat(), *(txn.stat(database) for database in self.databases.values())]
-        return 2 + sum(one["branch_pages"] + one["leaf_pages"] + one["overflow_pages"] for one in stats)
+        known = {name.encode() for name in self.databases}
+        others = [bytes(record) for name, record in txn.cursor() if bytes(name) not in known]
+        trees = [Tree.unpacked("of another version", record) for record in others if len(record) == TREE_BYTES]
+        pages = sum(one["branch_pages"] + one["leaf_pages"] + one["overflow_pages"] for one in stats)
+        return 2 + pages + sum(tree.branches + tree.leaves + tree.overflow for tree in trees)
 
     def write_compacted(self, descriptor: int) -> None:
-        """Write what is alive to an empty file, as a new data file; the environment itself is not changed."""
+        """Write what is alive to an empty file, as a new data file; the environment itself is not changed. Raises
+        OSError.
+        """
         with self._use:
-            self._opened.env.copyfd(descriptor, compact=True)
+            try:
+                self._opened.env.copyfd(descriptor, compact=True)
+            except lmdb.Error as error:
+                raise self._refused(error) from error
 
     @property
     def is_shared(self) -> bool:

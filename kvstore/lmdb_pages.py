@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["PAGE", "Nodes", "Numbers", "PageError", "Pages", "Tree"]
+__all__ = ["PAGE", "TREE_BYTES", "Nodes", "Numbers", "PageError", "Pages", "Tree"]
 
 PAGE = 4096
 """Bytes in an LMDB page here; also what the device is assumed to allocate at least."""
@@ -42,6 +42,8 @@ _DEEPEST = 32
 _NO_ROOT = (1 << 64) - 1
 _AT_ONCE = 512
 _TREE = struct.Struct("=IHHQQQQQ")
+TREE_BYTES = _TREE.size
+"""Of LMDB's record of a database."""
 
 
 class PageError(Exception):

@@ -8,9 +8,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.catalog import DATABASES, SETTLE_DUE_UNREAD, Catalog, stored_capacity
-from kvstore.compaction import COMPACTED, compact
+from kvstore.compaction import check_replaceable, compact
 from kvstore.environment import PAGE, Environment, check_filesystem, damage
-from kvstore.errors import NotAStoreError, StoreDamagedError, StoreFullError, StoreNotFoundError
+from kvstore.errors import (
+    NotAStoreError,
+    StoreAccessError,
+    StoreDamagedError,
+    StoreFullError,
+    StoreNotFoundError,
+    StoreOpenError,
+)
 from kvstore.files import is_draft_of, make_folder
 from kvstore.presence import Presence, State, explained, is_presence_file, mode_of
 from kvstore.records import generation_of
@@ -227,18 +234,35 @@ def _shrink(presence: Presence, space: Space, mode: int) -> None:
     path = presence.directory / "data.mdb"
     if not path.exists() or path.stat().st_size <= space.map_size:
         return
-    environment = Environment.open(presence.directory, NAMES, readahead=True, mode=mode)
+    try:
+        check_replaceable(presence.directory)  # before a block goes for it
+        failure = _shrunk(presence.directory, space, mode)
+    except StoreOpenError:
+        raise
+    except OSError as error:
+        failure = error
+    if failure is None:
+        return
+    full = failure.errno in (errno.ENOSPC, errno.EDQUOT)
+    kind, remedy = (StoreFullError, "make room on its disk") if full else (StoreAccessError, "see to that")
+    raise kind(
+        f"{presence.directory}: its data file is larger than capacity={space.capacity} and could not be written anew,"
+        f" which takes as much space as it is to have: {failure}: {remedy}, or give the capacity that it had"
+    ) from failure
+
+
+def _shrunk(directory: Path, space: Space, mode: int) -> OSError | None:
+    """What kept it from being done, if anything."""
+    failures: list[OSError] = []
+    environment = Environment.open(directory, NAMES, readahead=True, mode=mode)
     try:
         catalog = Catalog(environment)
         catalog.prepare(space.capacity, alone=True)
         _evict_down(catalog, space)
-        if not compact(environment, presence.directory / COMPACTED, lambda _: True, sync=True):
-            raise StoreFullError(
-                f"{presence.directory}: its data file is larger than capacity={space.capacity} and could not be written"
-                " anew, which takes as much space as it is to have: make room on its disk, or remove the tier"
-            )
+        compact(environment, lambda _: True, failures.append)
     finally:
         environment.close()
+    return failures[0] if failures else None
 
 
 def _unreadable(catalog: Catalog) -> tuple[str, ...]:

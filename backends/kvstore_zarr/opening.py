@@ -156,6 +156,7 @@ def _open_parts(
     *,
     must_rebuild: bool,
     said: Said | None = None,
+    may_compact: bool = True,
 ) -> tuple[LocalTier, str | None]:
     readonly = url.option(READONLY)
     with ExitStack() as undo:
@@ -167,11 +168,11 @@ def _open_parts(
         tier, reason = _assembled(url, root, environment, presence, mode, sealer)
         for name, error in namespaces_in(root, tier.seal)[1].items():
             tier.set_aside(name, error)
-        anew = not readonly and _bring_in_order(tier, must_rebuild=must_rebuild, said=said)
+        anew = not readonly and _bring_in_order(tier, must_rebuild=must_rebuild, said=said, may_compact=may_compact)
         if not anew:
             undo.pop_all()
             return tier, reason
-    again, reason = _open_parts(url, root, presence, mode, sealer, must_rebuild=False)
+    again, reason = _open_parts(url, root, presence, mode, sealer, must_rebuild=False, may_compact=False)
     again.remarks[:0] = tier.remarks
     return again, reason
 
@@ -240,8 +241,8 @@ def _discard_catalogue(catalogue: Path, presence: Presence) -> Said:
     return said
 
 
-def _bring_in_order(tier: LocalTier, *, must_rebuild: bool, said: Said | None) -> bool:
-    """Whether its catalogue has a smaller file now, and is to be opened again."""
+def _bring_in_order(tier: LocalTier, *, must_rebuild: bool, said: Said | None, may_compact: bool) -> bool:
+    """Whether its catalogue was closed for a smaller file, and is to be opened again."""
     if must_rebuild:
         tier.presence.mark(State.REBUILDING)
         rebuild(tier, said)
@@ -250,7 +251,7 @@ def _bring_in_order(tier: LocalTier, *, must_rebuild: bool, said: Said | None) -
         reclaim(tier, alone=tier.presence.alone)
         with tier.catalog.write() as change:
             tier.account(change)
-        return tier.presence.alone and trim(tier)
+        return tier.presence.alone and trim(tier, may_compact=may_compact)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstore.compaction import COMPACTED, compact, is_worthwhile
+from kvstore.compaction import compact, is_worthwhile
 from kvstore_zarr.put import make_room
-from kvstore_zarr.tier import INNER
 
 if TYPE_CHECKING:
     from kvstore_zarr.tier import LocalTier
@@ -18,10 +17,20 @@ if TYPE_CHECKING:
 __all__ = ["trim"]
 
 
-def trim(tier: LocalTier) -> bool:
-    """Evict until the tier is within its capacity, and compact the catalogue where that is worth it; whether it was,
-    and its environment is closed. In `Presence.opening`.
+def trim(tier: LocalTier, *, may_compact: bool) -> bool:
+    """Evict until the tier is within its capacity, and compact the catalogue where that is worth it; whether the
+    environment is closed, and is to be opened again. In `Presence.opening`.
     """
+    if may_compact and _is_compacted(tier):
+        return True
+    make_room(tier)
+    with tier.catalog.write() as change:
+        tier.account(change)
+    return False
+
+
+def _is_compacted(tier: LocalTier) -> bool:
+    """Compact it, unless the copy would take the tier above its capacity and above what it occupies now."""
     with tier.catalog.read() as snapshot:
         before = tier.occupied(snapshot)
     tier.counts_live = True
@@ -30,20 +39,11 @@ def trim(tier: LocalTier) -> bool:
     finally:
         tier.counts_live = False
     most = None if tier.capacity is None else max(tier.capacity, before)
-    if is_worthwhile(tier.environment, tier.capacity) and _compacted(tier, most):
-        return True
-    make_room(tier)
-    with tier.catalog.write() as change:
-        tier.account(change)
-    return False
-
-
-def _compacted(tier: LocalTier, most: int | None) -> bool:
-    """Compact it, unless the copy would take the tier above `most` bytes."""
 
     def has_room(nbytes: int) -> bool:
         with tier.catalog.read() as snapshot:
             return most is None or tier.occupied(snapshot) + nbytes <= most
 
-    # Not synced: after a power loss the catalogue is made anew from the blocks, whatever was on disk of it.
-    return compact(tier.environment, tier.root / INNER / COMPACTED, has_room, sync=False)
+    return is_worthwhile(tier.environment, tier.capacity) and compact(
+        tier.environment, has_room, lambda error: tier.remark(f"its catalogue could not be made smaller: {error}")
+    )
