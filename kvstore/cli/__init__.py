@@ -13,12 +13,12 @@ try:
     import signal
     import threading
     import traceback
-    from contextlib import contextmanager
+    from contextlib import contextmanager, nullcontext, suppress
     from typing import TYPE_CHECKING, NoReturn
 
     import click
 
-    from kvstore.cli._output import guarded_output, hold_standard_descriptors, printable
+    from kvstore.cli._output import OutputError, guarded_output, hold_standard_descriptors, printable
     from kvstore.errors import KVStoreError
 except KeyboardInterrupt:  # a traceback through other people's modules tells nobody anything
     sys.stderr.write("kvstore: interrupted\n")
@@ -151,7 +151,8 @@ def run(args: Sequence[str] | None = None) -> int:
     with guarded_output(), _ended_like_interrupted() as ended_by:
         try:
             result = cli.main(args, prog_name="kvstore", standalone_mode=False)
-            sys.stdout.flush()
+            with suppress(OutputError) if result else nullcontext():  # the verdict stands
+                sys.stdout.flush()
         except click.ClickException as error:
             error.show()
             return EXIT_USAGE

@@ -1,4 +1,4 @@
-"""How the commands name namespaces and blocks: by a prefix on the command line, in full in what machines read."""
+"""How the commands name namespaces, labels and blocks: what there is where nothing is called so."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvstore.inspect.wording import listing
+from kvstore.marks import Mark
 from kvstore.types import NO_POSITION
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvstore.abc import BlockStore
     from kvstore.namespace import Namespace
     from kvstore.types import BlockInfo, BlockKey
 
-__all__ = ["address_json", "facts_json", "matching_namespaces"]
+__all__ = ["address_json", "facts_json", "has_mark", "marks_of", "matching_namespaces", "no_block_has"]
 
 
 def matching_namespaces(store: BlockStore, prefix: str) -> list[Namespace]:
@@ -27,6 +31,27 @@ def matching_namespaces(store: BlockStore, prefix: str) -> list[Namespace]:
         listing = ", ".join(sorted(space.name for space in spaces))
         raise click.UsageError(f"{store.url}: no namespace starts with {prefix!r}. There are: {listing}")
     return matching
+
+
+def has_mark(store: BlockStore, spaces: Iterable[Namespace], mark: Mark) -> bool:
+    """Whether any block of these namespaces has what `mark` says."""
+    return any(True for space in spaces for _ in store.scan_marked(space, mark))
+
+
+def marks_of(store: BlockStore) -> set[Mark]:
+    """Everything that is said of any block."""
+    return {mark for space in store.namespaces() for info in store.scan_marked(space, Mark()) for mark in info.marks}
+
+
+def no_block_has(mark: Mark, where: str, there: Iterable[Mark]) -> str:
+    """For a label or a tenant that was mistyped: what there is."""
+    asked = [f"{what} {text!r}" for what, text in (("label", mark.label), ("tenant", mark.tenant)) if text]
+    known, has = list(there), [f"no block has the {' and the '.join(asked)}"]
+    if mark.label:
+        has.append(f"labels: {listing({one.label for one in known if one.label})}")
+    if mark.tenant:
+        has.append(f"tenants: {listing({one.tenant for one in known if one.tenant})}")
+    return f"kvstore: {where}: {has[0]}. There are {'; '.join(has[1:])}"
 
 
 def address_json(namespace: Namespace, key: BlockKey) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-__all__ = ["OutputError", "guarded_output", "hold_standard_descriptors", "printable"]
+__all__ = ["OutputError", "guarded_output", "hold_standard_descriptors", "printable", "reader_left"]
 
 
 class OutputError(click.ClickException):
@@ -39,6 +39,11 @@ def hold_standard_descriptors() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+
+
+def reader_left() -> bool:
+    """Whether nobody reads what goes to stdout any more, as a write of the command has found."""
+    return isinstance(sys.stdout, _Guarded) and sys.stdout.reader_left
 
 
 @contextmanager
@@ -89,6 +94,10 @@ class _Guarded(io.TextIOBase):
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())
             os.close(null)
+
+    @property
+    def reader_left(self) -> bool:
+        return self._failure is not None and self._failure.errno == errno.EPIPE
 
     def isatty(self) -> bool:
         return self._stream is not None and bool(self._stream.isatty())

@@ -9,9 +9,10 @@ import click
 
 from kvstore.cli import EXIT_FULL, EXIT_NOT_INTACT
 from kvstore.cli._common import emit_json, json_option, open_to_inspect, print_table, print_unseen, progress
-from kvstore.cli._names import address_json, matching_namespaces
+from kvstore.cli._names import address_json, has_mark, marks_of, matching_namespaces, no_block_has
+from kvstore.cli._output import printable
 from kvstore.copying import THREADS, Fate, copy
-from kvstore.errors import InvalidOptionError, StoreNotFoundError
+from kvstore.errors import ConfigurationError, InvalidOptionError, StoreNotFoundError
 from kvstore.marks import Mark, MarkOutcome
 from kvstore.registry import backend_class, open_store
 from kvstore.url import READONLY, TierURL, format_size
@@ -25,7 +26,7 @@ __all__ = ["cp"]
 
 @click.command(
     epilog="\b\nExamples:\n  kvstore cp file:///mnt/nvme/kv s3://bucket/kv\n"
-    "  kvstore cp s3://bucket/kv file:///mnt/nvme/kv --label handbook --dry-run"
+    "  kvstore cp file:///mnt/nvme/kv s3://bucket/kv --label handbook --dry-run"
 )
 @click.argument("source_url")
 @click.argument("target_url")
@@ -58,27 +59,30 @@ def cp(
     it was when it is started again. The source is opened read-only.
 
     A target under a capacity is filled, and the copy ends when it begins to evict (exit code 4), unless --evict. Exit
-    code 1 when a block was damaged, or refused by the target, or when some of the source could not be looked into.
+    code 1 when a block was damaged, or refused by the target, when some of the source could not be looked into, or when
+    no block has the label.
     """
     source, target = TierURL.parse(source_url), TierURL.parse(target_url)
     _check_apart(source, target)
     mark = Mark(label) if label else None
-    with open_to_inspect(source) as here, _open_target(target, dry_run) as there:
-        if prefix is not None:
-            matching_namespaces(here, prefix)
-        total = here.usage().blocks if prefix is None and label is None else None
-        with progress("copying", total) as advance:
-            report = copy(
-                here,
-                there,
-                named=lambda name: name.startswith((prefix or "").lower()),
-                blocks=None if mark is None else lambda space: here.scan_marked(space, mark),
-                threads=threads,
-                evict=evict,
-                dry_run=dry_run,
-                plaintext=plaintext or dry_run,
-                advance=advance,
-            )
+    with open_to_inspect(source) as here:
+        if unknown := _unknown(here, prefix, mark):
+            click.echo(printable(unknown), err=True)
+            ctx.exit(EXIT_NOT_INTACT)
+        with _open_target(target, dry_run) as there:
+            total = here.usage().blocks if prefix is None and label is None else None
+            with progress("copying", total) as advance:
+                report = copy(
+                    here,
+                    there,
+                    named=lambda name: name.startswith((prefix or "").lower()),
+                    blocks=None if mark is None else lambda space: here.scan_marked(space, mark),
+                    threads=threads,
+                    evict=evict,
+                    dry_run=dry_run,
+                    plaintext=plaintext or dry_run,
+                    advance=advance,
+                )
     if as_json:
         emit_json(_as_json(source, target, report, dry_run))
     else:
@@ -86,6 +90,16 @@ def cp(
     _warn(target, report, evict=evict)
     if not report.ok:
         ctx.exit(EXIT_FULL if report.full else EXIT_NOT_INTACT)
+
+
+def _unknown(source: BlockStore, prefix: str | None, mark: Mark | None) -> str:
+    """What to say where no block that is asked for has the label; nothing else is made or changed then."""
+    spaces = source.namespaces() if prefix is None else matching_namespaces(source, prefix)
+    if mark is None or has_mark(source, spaces, mark):
+        return ""
+    if not source.capabilities.marks:
+        raise ConfigurationError(f"{source.url} keeps no labels: leave out --label, or say --namespace")
+    return no_block_has(mark, str(source.url), marks_of(source))
 
 
 def _check_apart(source: TierURL, target: TierURL) -> None:

@@ -12,7 +12,8 @@ import click
 
 from kvstore.cli import EXIT_NOT_INTACT
 from kvstore.cli._common import emit_json, json_option, progress
-from kvstore.cli._names import matching_namespaces
+from kvstore.cli._names import marks_of, matching_namespaces, no_block_has
+from kvstore.cli._output import printable
 from kvstore.errors import ConfigurationError, InvalidOptionError
 from kvstore.marks import PINNABLE, Mark, MarkOutcome
 from kvstore.registry import open_store
@@ -58,7 +59,7 @@ def pin(ctx: click.Context, url: str, as_json: bool, **which: Any) -> None:
     """Pin blocks of the tier at URL: they are neither evicted nor do they expire, until they are unpinned.
 
     Under a capacity half of it can be pinned, so that new blocks find room. Exit code 1 when some blocks could not be
-    pinned, or are not there.
+    pinned, or are not there, or when no block has the label.
     """
     tier = TierURL.parse(url)
     outcomes: Counter[MarkOutcome] = Counter()
@@ -70,6 +71,7 @@ def pin(ctx: click.Context, url: str, as_json: bool, **which: Any) -> None:
                 outcomes.update(store.mark_many(space, keys, mark))
                 advance(len(keys))
         usage = store.usage()
+        unknown = _unknown(store, outcomes.total(), **which)
     counts = {outcome.value: outcomes[outcome] for outcome in MarkOutcome}
     if as_json:
         emit_json({"url": str(tier), "blocks": outcomes.total(), **counts, "pinned_bytes": usage.pinned})
@@ -80,7 +82,9 @@ def pin(ctx: click.Context, url: str, as_json: bool, **which: Any) -> None:
         for outcome, why in _WHY.items():
             if outcomes[outcome]:
                 click.echo(f"  {outcomes[outcome]} {why}")
-    if outcomes.total() != outcomes[MarkOutcome.MARKED]:
+    if unknown:
+        click.echo(unknown, err=True)
+    if unknown or outcomes.total() != outcomes[MarkOutcome.MARKED]:
         ctx.exit(EXIT_NOT_INTACT)
 
 
@@ -96,9 +100,8 @@ _WHY = {
 def unpin(ctx: click.Context, url: str, as_json: bool, **which: Any) -> None:
     """Take back pins in the tier at URL: with --label those of this label (and tenant), else every pin of the blocks.
 
-    Labels stay. A block without a pin is as old as its last use says.
+    Labels stay. A block without a pin is as old as its last use says. Exit code 1 when no block has the label.
     """
-    del ctx
     tier = TierURL.parse(url)
     mark = Mark(which["label"] or "", pinned=True, tenant=which["tenant"] or "")
     blocks = unpinned = 0
@@ -107,10 +110,21 @@ def unpin(ctx: click.Context, url: str, as_json: bool, **which: Any) -> None:
             blocks += len(keys)
             unpinned += sum(store.unmark_many(space, keys, mark))
             advance(len(keys))
+        unknown = _unknown(store, blocks, **which)
     if as_json:
         emit_json({"url": str(tier), "blocks": blocks, "unpinned": unpinned})
     else:
         click.echo(f"{tier}: the pins of {unpinned} of {blocks} blocks are taken back")
+    if unknown:
+        click.echo(unknown, err=True)
+        ctx.exit(EXIT_NOT_INTACT)
+
+
+def _unknown(store: BlockStore, blocks: int, **which: Any) -> str:
+    """What to say where blocks were asked for by a label that none has."""
+    if blocks or which["label"] is None:
+        return ""
+    return printable(no_block_has(Mark(which["label"], tenant=which["tenant"] or ""), str(store.url), marks_of(store)))
 
 
 @contextmanager

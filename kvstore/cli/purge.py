@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -15,8 +16,11 @@ import click
 from kvstore.abc import REFUSE_S
 from kvstore.cli import EXIT_NOT_INTACT
 from kvstore.cli._common import emit_json, json_option, print_table, print_unseen, progress
+from kvstore.cli._names import marks_of, no_block_has
+from kvstore.cli._output import OutputError, printable
 from kvstore.cli._receipt import ReceiptFile
 from kvstore.errors import InvalidOptionError, KVStoreError
+from kvstore.marks import Mark
 from kvstore.purging import Keys, Receipt, Request, TierReceipt
 from kvstore.purging import purge as purge_tiers
 from kvstore.registry import backend_class, open_store
@@ -98,8 +102,8 @@ def purge(
     well. No get finds them any more, and for ten minutes nobody stores them again. The receipt says what went, what
     failed, and what remains that no removal reaches. Engines may go on; reset their own caches afterwards.
 
-    Exit code 1 when a tier failed or something is left: run the same command again. Also when the receipt could not be
-    written in the end: it is printed then.
+    Exit code 1 when a tier failed or something is left: run the same command again. Also when no block has the label or
+    the tenant, and when the receipt could not be written in the end: it goes to stdout then, or to stderr.
     """
     if everything and (prefix or label or tenant or older_than is not None):
         raise click.UsageError("--all is every block: leave out what narrows it down")
@@ -121,12 +125,38 @@ def purge(
             done.tiers.insert(place, TierReceipt(str(tiers[place]), done.began, failed=[why]))
         if receipt is not None:
             written = _write(receipt, done)
-    if as_json or not written:
-        emit_json(receipt_json(done))
-    else:
-        _show(done)
-    if not (done.complete and written):
+    written &= _print(done, as_json=as_json or not written)
+    if unknown := _unknown(tiers, done):
+        click.echo(printable(unknown), err=True)
+    if unknown or not (done.complete and written):
         ctx.exit(EXIT_NOT_INTACT)
+
+
+def _unknown(tiers: Sequence[TierURL], done: Receipt) -> str:
+    """What to say where blocks were asked for by a label or a tenant, and none has it."""
+    mark = done.asked.mark
+    if mark == Mark() or not done.nothing_found or any(tier.failed for tier in done.tiers):
+        return ""
+    there = set[Mark]()
+    for tier in tiers:
+        with open_store(tier, readonly=True) as store:
+            there |= marks_of(store)
+    known = any(mark.names(one) for one in there)  # by blocks that are younger, or in another namespace
+    return "" if known else no_block_has(mark, ", ".join(map(str, tiers)), there)
+
+
+def _print(receipt: Receipt, *, as_json: bool) -> bool:
+    """Whether it is on stdout; if not, what was removed is told on stderr, as nothing else knows it any more."""
+    try:
+        emit_json(receipt_json(receipt)) if as_json else _show(receipt)
+        sys.stdout.flush()
+    except OutputError as error:
+        if receipt.dry_run:
+            raise
+        click.echo(f"kvstore: {error.message}; the purge is over, and this is its receipt:", err=True)
+        click.echo(json.dumps(receipt_json(receipt), indent=2), err=True)
+        return False
+    return True
 
 
 def _write(file: ReceiptFile, receipt: Receipt) -> bool:
@@ -174,6 +204,7 @@ def receipt_json(receipt: Receipt) -> dict[str, Any]:
         "asked": asdict(receipt.asked),
         "dry_run": receipt.dry_run,
         "complete": receipt.complete,
+        "nothing_found": receipt.nothing_found,
         "began": _when(receipt.began),
         "ended": _when(receipt.ended),
         "tiers": [_tier_json(tier) for tier in receipt.tiers],
@@ -237,8 +268,10 @@ def _show(receipt: Receipt) -> None:
 
 
 def _show_rest(tier: TierReceipt) -> None:
+    if not tier.blocks:
+        click.echo("nothing like that was found")
     click.echo(f"{tier.blocks} blocks, {format_size(tier.bytes)} are gone, in {tier.seconds:.1f} s")
-    if tier.refused_until is not None:
+    if tier.blocks and tier.refused_until is not None:
         within = f", other processes within {tier.others_know_within:.0f} s" if tier.others_know_within else ""
         click.echo(f"they are not stored again before {_when(tier.refused_until)}{within}")
     if tier.erasable is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvstore.cli._common import age, emit_json, json_option, open_to_inspect
-from kvstore.cli._output import printable
+from kvstore.cli._output import printable, reader_left
 from kvstore.url import TierURL, format_size
 from kvstore.watching import Watcher
 
@@ -43,8 +43,8 @@ REMOTE_S = 60.0
 @click.option("--once", is_flag=True, help="One sample, and that is all.")
 @json_option
 def top(url: str, interval: float | None, once: bool, as_json: bool) -> None:
-    """Watch the tier at URL until Ctrl-C: how full it is, stores and evictions a second, the hottest prefixes, what is
-    pinned, its namespaces.
+    """Watch the tier at URL until Ctrl-C, or until nobody reads on: how full it is, stores and evictions a second, the
+    hottest prefixes, what is pinned, its namespaces.
 
     An engine that uses the tier feels nothing of it: it is opened read-only, totals come from its records, and a sample
     reads the facts of 10,000 blocks, where it left off. A tier with more blocks is read in several samples, and its
@@ -71,9 +71,9 @@ def top(url: str, interval: float | None, once: bool, as_json: bool) -> None:
 
 def _samples(watcher: Watcher, pause: float) -> Iterator[Sample]:
     due = time.monotonic()
-    while True:
+    while not reader_left():
         yield watcher.sample()
-        due = max(due + pause, time.monotonic())
+        due = time.monotonic() if reader_left() else max(due + pause, time.monotonic())
         time.sleep(max(0.0, due - time.monotonic()))
 
 

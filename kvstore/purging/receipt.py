@@ -92,3 +92,8 @@ class Receipt:
     def complete(self) -> bool:
         """Whether every tier is."""
         return all(tier.complete for tier in self.tiers)
+
+    @property
+    def nothing_found(self) -> bool:
+        """Whether no tier had a block of those asked for: what was asked for may be misspelt."""
+        return not any(tier.blocks for tier in self.tiers)

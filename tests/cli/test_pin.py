@@ -9,7 +9,7 @@ import pytest
 from cli_helpers import KEYS, LARGE, OTHER, machine
 
 from kvstore import BlockWrite, Mark, Namespace, block_keys, open_store
-from kvstore.cli import EXIT_NOT_INTACT, EXIT_OK, EXIT_USAGE, run
+from kvstore.cli import EXIT_NOT_INTACT, EXIT_USAGE, run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -103,4 +103,28 @@ def test_which_blocks_has_to_be_said_once(tier: str, tmp_path: Path, capsys: pyt
         store.put_many(OTHER, [BlockWrite(KEYS[0], bytes(4096))])
     assert run(["pin", f"zarr+local://{tmp_path}/objects", "--label", "a"]) == EXIT_USAGE
     assert "keeps no labels and pins" in capsys.readouterr().err
-    assert run(["pin", tier, "--label", "unknown"]) == EXIT_OK
+
+
+@pytest.mark.parametrize(
+    ("asked", "what", "there"),
+    [
+        (("--label", "handbok"), "label 'handbok'", "There are labels: handbook"),
+        (
+            ("--label", "handbook", "--tenant", "acmee"),
+            "label 'handbook' and the tenant 'acmee'",
+            "tenants: acme, zeta",
+        ),
+    ],
+)
+def test_a_label_that_no_block_has_is_an_error_that_names_those_there_are(
+    tier: str, asked: tuple[str, ...], what: str, there: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("pin", "unpin"):
+        assert run([command, tier, *asked]) == EXIT_NOT_INTACT
+        said = capsys.readouterr().err
+        assert f"no block has the {what}" in said
+        assert there in said
+    if "--tenant" not in asked:
+        assert run(["cp", tier, f"file://{tmp_path}/target", *asked]) == EXIT_NOT_INTACT
+        assert f"no block has the {what}. {there}" in capsys.readouterr().err
+        assert not (tmp_path / "target").exists()

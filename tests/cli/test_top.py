@@ -75,3 +75,15 @@ def test_what_is_not_there_is_not_watched(tmp_path: Path, capsys: pytest.Capture
         assert run(["top", *words, "--once"]) == EXIT_USAGE
         assert capsys.readouterr().out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("form", [["--json"], []])
+def test_it_ends_when_nobody_reads_on(form: list[str], tier: str) -> None:
+    command = [sys.executable, "-m", "kvstore", "top", tier, "--interval", "0.2", *form]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(30) == EXIT_OK
+        assert process.stderr is not None
+        assert process.stderr.read() == b""

@@ -6,8 +6,11 @@ import base64
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,7 +26,6 @@ from kvstore.testing.supply import SPACE, get, held, key, keys, write, writes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 HIT, MISS = GetOutcome.HIT, GetOutcome.MISS
 STORED, EXISTS, REFUSED = PutOutcome.STORED, PutOutcome.EXISTS, PutOutcome.REFUSED
@@ -62,7 +64,6 @@ def test_without_yes_nothing_is_changed(url: str, capsys: pytest.CaptureFixture[
     [
         (("--tenant", "acme"), range(6)),
         (("--label", "prices"), range(4, 8)),
-        (("--label", "prices", "--tenant", "acme"), range(0)),
         (("--namespace", SPACE.name[:6]), range(10)),
         (("--all",), range(10)),
         (("--older-than", "0s"), range(10)),
@@ -81,6 +82,29 @@ def test_those_go_to_which_all_that_is_asked_applies(
         assert held(store) == {key(number) for number in range(10) if number not in gone}
         outcomes = store.put_many(SPACE, writes(range(10)))
         assert [outcome is REFUSED for outcome in outcomes] == [number in gone for number in range(10)]
+
+
+@pytest.mark.parametrize("yes", [(), ("--yes",)])
+@pytest.mark.parametrize(
+    ("asked", "there"),
+    [
+        (("--tenant", "acmee"), "no block has the tenant 'acmee'. There are tenants: acme"),
+        (("--label", "x", "--older-than", "0s"), "no block has the label 'x'. There are labels: "),
+        (("--label", "prices", "--tenant", "acme"), "no block has the label 'prices' and the tenant 'acme'"),
+    ],
+)
+def test_whom_no_block_is_of_gets_no_clean_receipt(
+    url: str, asked: tuple[str, ...], there: str, yes: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["purge", url, *asked, *yes, "--json"]) == EXIT_NOT_INTACT
+    out, err = capsys.readouterr()
+    assert json.loads(out)["nothing_found"]
+    assert there in err
+    assert run(["purge", url, *asked, *yes]) == EXIT_NOT_INTACT
+    assert "not stored again" not in capsys.readouterr().out
+    code, told = machine(capsys, "purge", url, "--tenant", "acme", "--older-than", "1h", "--yes")
+    assert (code, told["nothing_found"]) == (EXIT_OK, True)
+    assert not machine(capsys, "purge", url, "--tenant", "acme")[1]["nothing_found"]
 
 
 def test_the_receipt_is_what_was_asked_what_went_and_what_remains(
@@ -104,6 +128,17 @@ def test_the_receipt_is_what_was_asked_what_went_and_what_remains(
     assert "6 blocks" in said
     assert all(text in said for text in told["elsewhere"])
     assert found(tmp_path / "kv", range(6)) == set()
+
+
+@pytest.mark.parametrize("form", [("--json",), ()])
+def test_a_receipt_that_stdout_does_not_take_goes_to_stderr(url: str, form: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "kvstore", "purge", url, "--tenant", "acme", "--yes", *form]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == EXIT_NOT_INTACT
+    said, receipt = done.stderr.split("\n", 1)
+    assert "stdout cannot be written: No space left on device; the purge is over, and this is its receipt:" in said
+    assert [tier["blocks"] for tier in json.loads(receipt)["tiers"]] == [6]
 
 
 def test_several_tiers_are_purged_whatever_becomes_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
