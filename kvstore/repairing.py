@@ -30,6 +30,8 @@ class Repaired:
 
     what: str
     count: int
+    lost: int | None = 0
+    """Blocks that the tier had before and has no more; None: it cannot be said how many, it may be all."""
 
 
 def examine_environment(users: Path, environment: Path) -> Examination:

@@ -204,7 +204,10 @@ def _repair(presence: Presence) -> tuple[str, ...]:
     if problem is None:
         return ()
     if presence.readonly or not presence.alone:
-        raise StoreDamagedError(f"{problem}. Open the tier once alone and writable: it is then started anew, empty")
+        raise StoreDamagedError(
+            f"{problem}. Close the tier everywhere and run kvstore verify --repair: it saves the blocks that can be"
+            " trusted, where they are not encrypted. An opening by a writer before that has it started anew, empty"
+        )
     note = f"{problem}; the tier was started anew, empty: its blocks have to be computed again"
     _log.warning(note)
     presence.mark(State.REBUILDING)

@@ -4,7 +4,8 @@ A block is taken over if sound pages lead to it and it passes its checks; after 
 one, only if the catalogue has it too: two trees that agree. What lies in the file and nothing leads to may have been
 deleted, and is not looked for. Tombstones come along, and the blocks under them do not; no block gets younger. The new
 tier is made beside the old one, by what puts are made with, and takes its place.
-Of a sealed tier nothing is saved: the next opening starts it anew.
+Of a sealed tier nothing is saved: the next opening starts it anew. How many blocks
+it costs is said, where that is known.
 """
 
 from __future__ import annotations
@@ -62,22 +63,38 @@ def salvage(url: TierURL) -> list[Repaired]:
     """
     directory = local_path(url)
     mode = url.option(MODE) if MODE.name in url.raw_options else mode_of(directory / "gate")
-    saved: int | None = None
+    repaired: list[Repaired] = []
     with explained(directory), Presence.opening(directory, mode=mode) as presence:
         if not presence.alone:
             raise StoreAccessError(f"{directory} is in use: close it everywhere before it is repaired")
         _remove_what_was_left(directory.resolve())
-        if url.option(ENCRYPTION) is None and damage(directory, thorough=False, values=True) is not None:
+        if url.option(ENCRYPTION) is not None:
+            if damage(directory, thorough=False, trees=True) is not None:
+                repaired.append(_made_anew(0, _known(directory)))
+        elif damage(directory, thorough=False, values=True) is not None:
+            known = _known(directory)
             with _folder_beside(directory.resolve()) as beside:
                 booked = presence.found not in (State.CLEAN, State.DIRTY)
-                saved = _save(directory, beside / "tier", mode, booked=booked)
+                repaired.append(_made_anew(_save(directory, beside / "tier", mode, booked=booked), known))
                 presence.mark(State.REBUILDING)
                 (beside / "tier" / "data.mdb").replace(directory / "data.mdb")
                 (directory / "lock.mdb").unlink(missing_ok=True)
     with presence.closing():
-        return (
-            [] if saved is None else [Repaired("blocks saved out of a damaged environment, which was made anew", saved)]
-        )
+        return repaired
+
+
+def _made_anew(saved: int, known: int | None) -> Repaired:
+    lost = None if known is None else max(0, known - saved)
+    return Repaired("blocks saved out of a damaged environment, which was made anew", saved, lost)
+
+
+def _known(directory: Path) -> int | None:
+    """How many blocks the tier had, as far as its damaged records say; None where they do not."""
+    with suppress(struct.error, PageError, OSError), (directory / "data.mdb").open("rb") as file:
+        table = readable(file.fileno())
+        totals = table("info").get(b"totals")
+        return None if totals is None else max(Totals.unpacked(totals()).blocks, len(table("meta")))
+    return None
 
 
 def _remove_what_was_left(directory: Path) -> None:

@@ -72,8 +72,9 @@ def verify(ctx: click.Context, url: str, repair: bool, share: float, threads: in
 
     Exit code 0 when every block that was read is intact, or was not and is repaired; 1 when one is corrupt or is listed
     but cannot be found, or when the tier's own records are damaged, or a namespace has no manifest, so that its
-    blocks could not be read. A block that a later kvstore wrote is named and
-    left alone: it is no damage. With --sample the rest is not looked at, and how many that are is said.
+    blocks could not be read; and when blocks were lost with an environment that was made anew. A block that a later
+    kvstore wrote is named and left alone: it is no damage. With --sample the rest is not looked at, and how many that
+    are is said.
     """
     tier = TierURL.parse(url)
     backend = backend_class(tier)
@@ -177,7 +178,9 @@ class _Verdict:
     @property
     def ok(self) -> bool:
         """Whether everything that was looked at is intact, or was not and is repaired."""
-        if self.aside or any(report.missing for report in self.reports):  # one that is sealed with a key that we lack
+        if self.aside or any(one.lost != 0 for one in self.repaired):
+            return False
+        if any(report.missing for report in self.reports):  # one that is sealed with a key that we lack
             return False
         return self.repairing or not (self.problems or any(report.corrupt for report in self.reports))
 
@@ -294,3 +297,10 @@ def _show(verdict: _Verdict) -> None:
         click.echo("no block was read: kvstore verify --repair sees to the records first, and then reads them")
     for one in verdict.repaired:
         click.echo(f"repaired: {one.count} {one.what}")
+        if one.lost is None:
+            click.echo(
+                "lost: how many blocks is not known, and it may be all: what is left of the records does not say"
+            )
+        elif one.lost:
+            blocks = "1 block" if one.lost == 1 else f"{one.lost} blocks"
+            click.echo(f"lost: {blocks} that the tier had before: to be computed again")

@@ -205,7 +205,8 @@ def test_a_damaged_value_page_costs_its_block_alone_once_it_is_repaired(
             break
         catalogue_of(root).write_bytes(raw)  # a page that was free
     assert "is not the beginning of a value" in capsys.readouterr().out
-    assert run(["verify", f"lmdb://{root}", "--repair"]) == EXIT_OK
+    assert run(["verify", f"lmdb://{root}", "--repair"]) == EXIT_NOT_INTACT
+    assert "lost: 1 block that" in capsys.readouterr().out
     assert run(["verify", f"lmdb://{root}"]) == EXIT_OK
     with open_store(f"lmdb://{root}") as store:
         outcomes = get(store, range(5, 30), LARGE)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
+import struct
 from typing import TYPE_CHECKING
 
 import pytest
-from local_helpers import HIT, STORED
+from local_helpers import HIT, STORED, TINY
 
 from kvstore import BlockLayout, Namespace, open_store
+from kvstore.cli import EXIT_NOT_INTACT, EXIT_OK, EXIT_USAGE, run
+from kvstore.environment import PAGE
 from kvstore.errors import StoreFullError
 from kvstore.registry import backend_class
 from kvstore.testing.supply import KIB, MIB, SPACE, get, writes
@@ -55,6 +60,46 @@ def test_what_finds_no_room_stops_it_and_everything_is_as_it_was(small_disk: Cal
     after = contents(disk)
     assert set(after) == set(before)
     assert after["tier/data.mdb"] == before["tier/data.mdb"]
+
+
+def test_it_says_how_many_blocks_are_lost_and_that_it_is_not_all_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = damaged(tmp_path / "tier", 20)
+    assert run(["verify", url, "--repair"]) == EXIT_NOT_INTACT
+    said = capsys.readouterr().out
+    assert "19 blocks saved" in said
+    assert "lost: 1 block that" in said
+    assert run(["verify", url, "--repair"]) == EXIT_OK
+
+
+def test_it_says_so_where_nothing_tells_how_many_were_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = damaged(tmp_path / "tier", 20)
+    with (tmp_path / "tier" / "data.mdb").open("r+b") as file:
+        file.write(bytes(2 * PAGE))
+    assert run(["stat", url]) == EXIT_USAGE
+    assert "run kvstore verify --repair" in capsys.readouterr().err
+    assert run(["verify", url, "--repair", "--json"]) == EXIT_NOT_INTACT
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["ok"], [one["lost"] for one in answer["repaired"]]) == (False, [None])
+
+
+def test_of_an_encrypted_tier_all_is_lost_and_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "key").write_text(base64.b64encode(os.urandom(32)).decode())
+    sealed = f"?encryption=file:{tmp_path}/key&keyring={tmp_path}/keyring.json"
+    url = f"lmdb://{tmp_path}/tier{sealed}"
+    with open_store(url) as store:
+        store.put_many(TINY, writes(range(300), TINY))
+    data = bytearray((tmp_path / "tier" / "data.mdb").read_bytes())
+    for number in range(2, len(data) // PAGE):
+        if struct.unpack_from("=QHH", data, number * PAGE)[::2] == (number, 1):  # a branch of a tree
+            data[number * PAGE + 12 : number * PAGE + 16] = b"\xff" * 4
+    (tmp_path / "tier" / "data.mdb").write_bytes(data)
+    assert run(["verify", url, "--repair"]) == EXIT_NOT_INTACT
+    said = capsys.readouterr().out
+    assert "lost: 300 blocks" in said
+    with open_store(url) as store:
+        assert store.usage().blocks == 0
 
 
 @pytest.mark.parametrize("what", ["link", "folder"])
