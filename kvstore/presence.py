@@ -72,7 +72,7 @@ class State(enum.Enum):
 _REMEDIES = {
     errno.EACCES: "check owner, permissions and mount",
     errno.EPERM: "check owner, permissions and mount",
-    errno.EROFS: "open it with readonly=true, or mount it writable",
+    errno.EROFS: "it is mounted read-only: mount it writable, or only look at it, with readonly=true in the URL",
     errno.EMFILE: "this process has too many files open (ulimit -n)",
     errno.ENAMETOOLONG: "choose a shorter path",
 }

@@ -15,6 +15,7 @@ from readme_backend import install_wheel
 from kvstore import open_store
 from kvstore.cli import EXIT_NOT_INTACT, EXIT_OK, EXIT_USAGE, run
 from kvstore.doctor import Finding, Grade, examine
+from kvstore.sealing import Keyring, KeySource
 from kvstore.testing.supply import SPACE, get, writes
 
 if TYPE_CHECKING:
@@ -346,3 +347,45 @@ class TestAnyBackend:
     def test_a_tier_that_is_to_be_read_and_is_not_there_is_a_problem(self, scheme: str, tmp_path: Path) -> None:
         url = f"{scheme}://{tmp_path}/tier?readonly=true"
         assert {found(url, check).grade for check in ("location", "opening")} == {PROBLEM}
+
+
+class TestEncryptionOfATierThatIsNotMadeYet:
+    @pytest.mark.parametrize(
+        ("options", "says"),
+        [
+            ("encryption=env:KVSTORE_NO_SUCH_KEY&keyring={folder}/k.json", "variable is not set"),
+            ("encryption=file:{folder}/operator.key", "wants keyring="),
+            ("encryption=file:{folder}/operator.key&keyring={folder}/none/k.json", "cannot be made by uid"),
+            ("encryption=file:{folder}/other.key&keyring={folder}/keyring.json", "another operator's key"),
+        ],
+    )
+    def test_what_no_engine_could_open_is_a_problem(
+        self, scheme: str, options: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for name in ("operator", "other"):
+            (tmp_path / f"{name}.key").write_text(os.urandom(32).hex())
+        Keyring.open(tmp_path / "keyring.json", KeySource("file", f"{tmp_path}/operator.key").read()).close()
+        url = f"{scheme}://{tmp_path}/tier?capacity=50MB&{options.format(folder=tmp_path)}"
+        assert run(["doctor", url]) == EXIT_NOT_INTACT
+        assert says in capsys.readouterr().out
+
+    def test_keys_that_are_there_or_can_be_made_are_fine_and_stay_as_they_are(
+        self, scheme: str, tmp_path: Path
+    ) -> None:
+        (tmp_path / "operator.key").write_text(os.urandom(32).hex())
+        url = f"{scheme}://{tmp_path}/tier?encryption=file:{tmp_path}/operator.key&keyring={tmp_path}/keyring.json"
+        before = tree(tmp_path)
+        assert "the first opening makes it" in found(url, "encryption").found
+        assert tree(tmp_path) == before
+        Keyring.open(tmp_path / "keyring.json", KeySource("file", f"{tmp_path}/operator.key").read()).close()
+        assert found(url, "encryption").grade is OK
+
+
+def test_a_mount_that_is_read_only_is_called_that(scheme: str, tmp_path: Path) -> None:
+    mount = f"mount -t tmpfs -o ro none {tmp_path}"
+    if subprocess.run(["unshare", "--mount", "sh", "-c", mount], check=False, capture_output=True).returncode:
+        pytest.skip("no file system may be mounted here")
+    prefix = ("unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh")
+    told = elsewhere(f"{scheme}://{tmp_path}/tier", prefix=prefix)["location"]
+    assert (told.grade, told.found) == (PROBLEM, f"{tmp_path} is mounted read-only")
+    assert "chown" not in told.remedy

@@ -5,6 +5,7 @@ The tier is opened read-only and closed again before the backend looks, so that 
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ from kvstore.doctor.finding import Finding, ok, problem, warning
 from kvstore.doctor.trial import trial
 from kvstore.errors import InvalidOptionError, KVStoreError, StoreNotFoundError
 from kvstore.registry import backend_class, open_store
+from kvstore.sealing import ENCRYPTION, KEYRING, Keyring, check_options
+from kvstore.sealing.document import Document
 from kvstore.url import CAPACITY, READONLY, TierURL, format_size
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["examine"]
 
 OPENING = "opening"
+KEYS = "encryption"
 
 
 def examine(url: str | Mapping[str, Any] | TierURL, *, write: bool = False) -> Iterator[Finding]:
@@ -58,9 +62,37 @@ def _look_inside(url: TierURL) -> tuple[list[Finding], Usage | None]:
     except StoreNotFoundError as error:
         if url.option(READONLY):
             return [problem(OPENING, str(error))], None
-        return [ok(OPENING, f"nothing to open yet, the first opening that writes makes the tier ({error})")], None
+        return [
+            ok(OPENING, f"nothing to open yet, the first opening that writes makes the tier ({error})"),
+            *_keys(url),
+        ], None
     except KVStoreError as error:
         return [problem(OPENING, str(error))], None
+
+
+def _keys(url: TierURL) -> Iterator[Finding]:
+    """Whether a tier that is not made yet will have the keys that its URL names."""
+    try:
+        given = check_options(url) if ENCRYPTION.name in url.raw_options or KEYRING.name in url.raw_options else None
+        if given is None:
+            return
+        operator_key, path = given
+        if os.path.exists(path):  # noqa: PTH110 - no error where it may not be looked for
+            with Keyring.open(path, operator_key, create=False) as keyring:
+                yield ok(
+                    KEYS, f"{path}: a keyring of {len(keyring.tenants())} tenants, and the operator's key opens it"
+                )
+        elif not os.access(path.parent, os.W_OK | os.X_OK, effective_ids=True):
+            yield problem(
+                KEYS,
+                f"{path} is not there, and cannot be made by uid {os.geteuid()}",
+                f"make its folder, {path.parent}, writable for whoever opens the tier first; or mend keyring=",
+            )
+        else:
+            Document.new(operator_key)  # nothing of it is kept: the package that seals is there
+            yield ok(KEYS, f"{path} does not exist; the first opening makes it")
+    except KVStoreError as error:
+        yield problem(KEYS, str(error))
 
 
 def _inside(url: TierURL, store: BlockStore, usage: Usage) -> Iterator[Finding]:

@@ -37,6 +37,10 @@ CLOCK_TOLERANCE_S = 2.0
 
 _LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs")
 
+_READ_ONLY_MOUNT = (
+    "mount it writable (mount -o remount,rw; in Kubernetes leave out readOnly of the volume), or give the URL"
+    " readonly=true where an engine is only to read"
+)
 _NO_PRIVILEGE = (
     "give it to the user that the engine runs as (chown), or name another folder; in Kubernetes set"
     " securityContext.fsGroup to a group that may write the volume"
@@ -92,7 +96,9 @@ class LocalPlace:
             return
         readonly = self.url.option(READONLY)
         wanted, verb = (os.R_OK, "read") if readonly else (os.W_OK, "write")
-        if not os.access(self.standing, os.X_OK | wanted, effective_ids=True):
+        if not readonly and os.statvfs(self.standing).f_flag & os.ST_RDONLY:
+            yield problem("location", f"{self.standing} is mounted read-only", _READ_ONLY_MOUNT)
+        elif not os.access(self.standing, os.X_OK | wanted, effective_ids=True):
             yield problem("location", f"{who} cannot {verb} {self.standing} ({owned})", _NO_PRIVILEGE)
         elif self.standing == self.path:
             yield ok("location", f"{self.path} exists ({owned}); {who} may use it")
