@@ -314,10 +314,11 @@ def _agreed(
     if capacity is None or capacity == current.capacity:
         return False, current
     if not alone:
+        why = "which a read-only opening does not change" if environment.readonly else "which other users rely on now"
         raise CapacityMismatchError(
-            f"{environment.directory} has capacity={current.capacity or 'none'}, which other users rely on now;"
+            f"{environment.directory} has capacity={current.capacity or 'none'}, {why};"
             f" capacity={capacity} was asked for: give the same or leave it out; to change it, close the tier"
-            " everywhere and open it with the new one"
+            " everywhere and open it for writing with the new one"
         )
     if capacity < PINNABLE * current.pinned:
         raise StoreFullError(

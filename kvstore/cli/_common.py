@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvstore.cli._output import printable
-from kvstore.inspect.opening import open_to_look
+from kvstore.inspect.opening import open_to_look, with_own_capacity
 from kvstore.inspect.summary import NamespaceSummary, summaries
 from kvstore.inspect.wording import age
 from kvstore.url import format_size
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NamespaceSummary",
     "age",
+    "as_it_is",
     "emit_json",
     "json_option",
     "open_to_inspect",
@@ -55,6 +56,14 @@ def open_to_inspect(url: TierURL) -> BlockStore:
     if note:
         click.echo(f"note: {note}", err=True)
     return store
+
+
+def as_it_is(url: TierURL) -> TierURL:
+    """`with_own_capacity`, with what there is to say of it on stderr: for every command that writes into a tier."""
+    own, note = with_own_capacity(url)
+    if note:
+        click.echo(f"note: {note}", err=True)
+    return own
 
 
 def emit_json(value: object) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvstore.cli import EXIT_NOT_INTACT
-from kvstore.cli._common import age, emit_json, open_to_inspect, print_table, progress
+from kvstore.cli._common import age, as_it_is, emit_json, open_to_inspect, print_table, progress
 from kvstore.cli._names import address_json, matching_namespaces
 from kvstore.cli._restored import exit_as, marking, show_reports
 from kvstore.cli._selection import selected, selecting
@@ -205,7 +205,7 @@ def restore(
 
     with archives.open_archive(archive_url) as opened:
         blocks = opened.info.blocks
-    with open_store(tier_url) as store, progress("restoring", blocks) as advance:
+    with open_store(as_it_is(TierURL.parse(tier_url))) as store, progress("restoring", blocks) as advance:
         report = archives.restore(archive_url, store, tenant=tenant, pin=pin, progress=advance)
     show_reports([report], str(store.url), as_json=as_json, several=False)
     exit_as(ctx, [report])

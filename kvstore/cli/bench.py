@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -27,13 +26,9 @@ from kvstore.bench import (
 from kvstore.bench.plot import SUFFIXES, block_size, check_plotting, plot
 from kvstore.bench.runner import OPERATIONS
 from kvstore.bench.steps import RESTS_S, StepFigure, measure_steps
-from kvstore.cli._common import emit_json, json_option, open_to_inspect, print_table, progress
-from kvstore.errors import CapacityMismatchError
+from kvstore.cli._common import as_it_is, emit_json, json_option, print_table, progress
 from kvstore.interrupts import uninterrupted
-from kvstore.url import TierURL, format_size, parse_size
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
+from kvstore.url import TierURL, parse_size
 
 __all__ = ["bench"]
 
@@ -121,13 +116,13 @@ def bench(
     1 ms between, and without one. Idle, contestant alone and both together take turns, --rounds times half a second
     each; kept is the share of a contestant's own speed that is left to it.
     """
-    tier = TierURL.parse(url)
+    tier = as_it_is(TierURL.parse(url))
     _check_together(block_bytes, total, plot_to, step=step, io_process=io_process)
     against = tuple(dict.fromkeys(against))
     contestants = 1 + len(against) + ("client" in against) + io_process
     laps = len(block_bytes) * rounds * contestants * (len(RESTS_S) if step else len(OPERATIONS))
     found = _Found()
-    with progress("measuring", laps) as advance, _capacity_explained(tier):
+    with progress("measuring", laps) as advance:
         for nbytes in block_bytes:
             with ExitStack() as stack:
                 with uninterrupted():
@@ -206,22 +201,6 @@ def _beside(tier: TierURL, notes: list[str]) -> Path:
         return Path(tempfile.gettempdir())
     same = path.parent.stat().st_dev == path.stat().st_dev
     return path.parent if same or not path.is_dir() else path
-
-
-@contextmanager
-def _capacity_explained(tier: TierURL) -> Generator[None]:
-    """Only now is it sure that somebody relies on the tier's capacity; say which it is."""
-    try:
-        yield
-    except CapacityMismatchError as error:
-        options = {name: value for name, value in tier.raw_options.items() if name != "capacity"}
-        with open_to_inspect(replace(tier, raw_options=options)) as store:
-            capacity = store.usage().capacity
-        has = "no capacity" if capacity is None else f"a capacity of {format_size(capacity, exact=True)}"
-        raise CapacityMismatchError(
-            f"{tier}: another process has this tier open with {has}, and it cannot change meanwhile: leave the option"
-            " out, or close the tier there"
-        ) from error
 
 
 def _show(tier: TierURL, figures: list[Figure]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvstore.cli import EXIT_FULL, EXIT_NOT_INTACT
-from kvstore.cli._common import emit_json, json_option, open_to_inspect, print_table, print_unseen, progress
+from kvstore.cli._common import as_it_is, emit_json, json_option, open_to_inspect, print_table, print_unseen, progress
 from kvstore.cli._names import address_json, has_mark, marks_of, matching_namespaces, no_block_has
 from kvstore.cli._output import printable
 from kvstore.copying import THREADS, Fate, copy
@@ -112,7 +112,7 @@ def _check_apart(source: TierURL, target: TierURL) -> None:
 
 def _open_target(target: TierURL, dry_run: bool) -> BlockStore:
     if not dry_run:
-        return open_store(target)
+        return open_store(as_it_is(target))
     options = {name: value for name, value in target.raw_options.items() if name not in ("capacity", "readonly")}
     try:
         return open_store(replace(target, raw_options={**options, "readonly": True}))

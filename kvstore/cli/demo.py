@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvstore.cli import EXIT_NOT_INTACT, EXIT_OK
-from kvstore.cli._common import emit_json, json_option, print_table, stderr_console
+from kvstore.cli._common import as_it_is, emit_json, json_option, print_table, stderr_console
 from kvstore.demo.run import DTYPES, INSTALL, INSTALL_SMOLLM2, QUESTIONS, Report, Settings, run_demo
-from kvstore.url import format_size
+from kvstore.url import TierURL, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +47,8 @@ def demo(urls: Sequence[str], min_speedup: float, as_json: bool, **options: Any)
 
     with tempfile.TemporaryDirectory(prefix="kvstore-demo-tiers-") as folder:
         chosen = urls or [f"file://{folder}/file", f"lmdb://{folder}/lmdb"]
+        for url in chosen:
+            as_it_is(TierURL.parse(url))  # or an error
         reports = run_demo(chosen, Settings(**options), say)
     if as_json:
         emit_json([_for_machines(report) for report in reports])

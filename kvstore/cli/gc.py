@@ -12,6 +12,7 @@ from kvstore.cli._common import age, emit_json, json_option, open_to_inspect, pr
 from kvstore.cli._names import matching_namespaces
 from kvstore.collection import Rules, collect, survey
 from kvstore.errors import InvalidOptionError
+from kvstore.inspect.opening import capacity_in_bytes
 from kvstore.registry import backend_class, open_store
 from kvstore.retention import TTL, TTL_FROM
 from kvstore.url import CAPACITY, READONLY, TierURL, format_size
@@ -84,7 +85,7 @@ def gc(
     checked = tier.validated(backend_class(tier).options)
     if yes and checked.option(READONLY):
         raise InvalidOptionError(f"{tier}: what is removed is written: leave out readonly")
-    with open_to_inspect(_without(tier, "readonly", "sweep")) as store:
+    with open_to_inspect(_without(tier, "readonly", "sweep", "capacity")) as store:
         total = store.usage().blocks
         rules = _rules(store, checked, ttl, ttl_from, capacity) if prefix is None else Rules()
         drop = [] if prefix is None else matching_namespaces(store, prefix)
@@ -114,14 +115,17 @@ def _without(tier: TierURL, *names: str) -> TierURL:
 
 
 def _rules(store: BlockStore, url: TierURL, ttl: float | None, ttl_from: str | None, capacity: Any) -> Rules:
-    """What the command line says; else what the URL says, of a capacity only where no put keeps it."""
+    """What the command line says; else what the URL says, of a capacity where that is not the one that puts keep."""
     if capacity is not None and capacity.bytes is None:
         raise click.UsageError("--capacity is in bytes here, such as 500GB")
-    wanted = capacity or (None if store.capabilities.capacity_is_exact else url.option(CAPACITY))
+    wanted = capacity or url.option(CAPACITY)
+    most = None if wanted is None else capacity_in_bytes(url, wanted)
+    if capacity is None and store.capabilities.capacity_is_exact and most == store.usage().capacity:
+        most = None  # which every put keeps
     return Rules(
         ttl=url.option(TTL) if ttl is None else ttl,
         from_stored=(ttl_from or url.option(TTL_FROM)) == "stored",
-        capacity=None if wanted is None else wanted.bytes,
+        capacity=most,
     )
 
 
@@ -141,8 +145,8 @@ class _Size:
 
 
 def _carry_out(tier: TierURL, found: Survey, drop: Sequence[Namespace]) -> tuple[Collected, _Size]:
-    # A sweep of its own would come in between, and the command is to end.
-    with open_store(_without(tier, "sweep")) as store, progress("removing", found.blocks) as advance:
+    # A sweep of its own would come in between, and a capacity of its own would stay: the rules have both.
+    with open_store(_without(tier, "sweep", "capacity")) as store, progress("removing", found.blocks) as advance:
         return collect(store, found, drop=drop, advance=advance), _Size.of(store)
 
 

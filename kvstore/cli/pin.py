@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvstore.cli import EXIT_NOT_INTACT
-from kvstore.cli._common import emit_json, json_option, progress
+from kvstore.cli._common import as_it_is, emit_json, json_option, progress
 from kvstore.cli._names import marks_of, matching_namespaces, no_block_has
 from kvstore.cli._output import printable
 from kvstore.errors import ConfigurationError, InvalidOptionError
@@ -131,6 +131,7 @@ def _unknown(store: BlockStore, blocks: int, **which: Any) -> str:
 def _marking(tier: TierURL) -> Generator[BlockStore]:
     if "readonly" in tier.raw_options:
         raise InvalidOptionError(f"{tier}: pins are written: leave out readonly")
+    tier = as_it_is(tier)
     with open_store(tier, readonly=True) as there:  # nothing is made where no tier is
         if not there.capabilities.marks:
             raise ConfigurationError(f"{tier} keeps no labels and pins: use a file:// or lmdb:// tier")

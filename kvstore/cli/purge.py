@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import click
 
 from kvstore.abc import REFUSE_S
 from kvstore.cli import EXIT_NOT_INTACT
-from kvstore.cli._common import emit_json, json_option, print_table, print_unseen, progress
+from kvstore.cli._common import as_it_is, emit_json, json_option, print_table, print_unseen, progress
 from kvstore.cli._names import marks_of, no_block_has
 from kvstore.cli._output import OutputError, printable
 from kvstore.cli._receipt import ReceiptFile
@@ -177,7 +177,7 @@ def _checked(tier: TierURL) -> TierURL:
     """Without what is another's work, such as a sweep. What cannot be purged at all is an error before anything is."""
     if tier.validated(backend_class(tier).options).option(READONLY):
         raise InvalidOptionError(f"{tier}: what is removed is written: leave out readonly")
-    return replace(tier, raw_options={name: value for name, value in tier.raw_options.items() if name != "sweep"})
+    return as_it_is(tier)
 
 
 def _matching(tiers: Sequence[TierURL], prefix: str) -> tuple[tuple[str, ...], dict[int, str]]:

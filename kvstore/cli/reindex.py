@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.cli._common import emit_json, json_option, progress
+from kvstore.cli._common import as_it_is, emit_json, json_option, progress
 from kvstore.errors import ConfigurationError
 from kvstore.registry import open_store
 from kvstore.url import TierURL
@@ -29,7 +29,7 @@ def reindex(url: str, as_json: bool) -> None:
     left where it is, and counted.
     """
     tier = TierURL.parse(url)
-    with open_store(tier) as store:
+    with open_store(as_it_is(tier)) as store:
         with progress("compared", store.usage().blocks or None) as advance:
             found = asdict(_reindexing(store)(advance))
         del found["erased"]  # which only a repair does

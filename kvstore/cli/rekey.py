@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvstore.cli import EXIT_NOT_INTACT
-from kvstore.cli._common import emit_json, json_option, print_table, print_unseen, progress
+from kvstore.cli._common import as_it_is, emit_json, json_option, print_table, print_unseen, progress
 from kvstore.cli._output import printable
 from kvstore.errors import InvalidOptionError
 from kvstore.rekeying import foresee, keyrings_of, reseal, rewrap
@@ -135,7 +135,9 @@ def _show(answer: dict[str, Any], *, data: bool, new_encryption: str | None) -> 
 
 def _tier(url: str, encryption: str | None) -> TierURL:
     tier = TierURL.parse(url)
-    return tier if encryption is None else TierURL.parse(tier, encryption=_source("--encryption", encryption))
+    if encryption is not None:
+        tier = TierURL.parse(tier, encryption=_source("--encryption", encryption))
+    return as_it_is(tier)
 
 
 def _source(option: str, text: str) -> KeySource:

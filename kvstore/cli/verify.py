@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from kvstore.cli import EXIT_NOT_INTACT
-from kvstore.cli._common import emit_json, json_option, open_to_inspect, print_table, print_unseen, progress
+from kvstore.cli._common import as_it_is, emit_json, json_option, open_to_inspect, print_table, print_unseen, progress
 from kvstore.cli._names import address_json
 from kvstore.errors import InvalidOptionError, StoreDamagedError, StoreNotFoundError
 from kvstore.reading import ThreadMemory, batches
@@ -83,10 +83,11 @@ def verify(ctx: click.Context, url: str, repair: bool, share: float, threads: in
     if not examination.looked and _GUARDED not in os.environ:
         _in_a_process_of_its_own(ctx, tier)
     verdict = _Verdict(tier, repair, list(examination.problems))
+    opened = as_it_is(tier) if repair else tier
     if repair and verdict.problems:
         verdict.repaired += backend.salvage(checked)
     if repair or not verdict.problems:
-        with _opened(tier, repair=repair) as store:
+        with _opened(opened, repair=repair) as store:
             verdict.repaired += store.repair()
             with progress("verifying", store.usage().blocks) as advance:
                 look = _Look(store, share, threads, advance)

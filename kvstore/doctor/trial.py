@@ -11,7 +11,8 @@ import numpy as np
 
 from kvstore.bench.tier import BENCH_MODEL, TierUnderTest
 from kvstore.doctor.finding import Finding, ok, problem, warning
-from kvstore.errors import ConfigurationError, KVStoreError
+from kvstore.errors import CapacityMismatchError, ConfigurationError, KVStoreError
+from kvstore.inspect.opening import with_own_capacity
 from kvstore.interrupts import uninterrupted
 from kvstore.types import BlockKey
 
@@ -39,11 +40,11 @@ def trial(url: TierURL, *, beside_others: bool) -> Iterator[Finding]:
     """
     try:
         with uninterrupted():
-            tier = TierUnderTest(url, BLOCK_BYTES, BLOCKS * BLOCK_BYTES, OWN_NAME)
+            tier = TierUnderTest(with_own_capacity(url)[0], BLOCK_BYTES, BLOCKS * BLOCK_BYTES, OWN_NAME)
         with tier:
             yield _there_and_back(tier)
         yield from (warning(ROUND_TRIP, note, "close it there first") for note in tier.notes if "stays" in note)
-    except ConfigurationError as error:
+    except (ConfigurationError, CapacityMismatchError) as error:
         yield warning(ROUND_TRIP, f"not tried: {error}", "try it with an empty location on the same disk")
     except (KVStoreError, OSError) as error:
         yield problem(ROUND_TRIP, str(error))

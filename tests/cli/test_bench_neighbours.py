@@ -16,22 +16,19 @@ from cli_helpers import KEYS, OTHER, QUICK, machine, source_tree, tree
 import kvstore
 from kvstore import BlockWrite
 from kvstore.bench import TierUnderTest
-from kvstore.cli import EXIT_OK, EXIT_USAGE, run
+from kvstore.cli import EXIT_USAGE, run
 from kvstore.url import TierURL
 
 
-def test_bench_applies_a_capacity_unless_somebody_relies_on_another(
+def test_bench_evicts_no_blocks_of_others_and_changes_no_capacity(
     shipped: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     named = (*QUICK, "--namespace", "mine")
-    assert run(["bench", f"{shipped}?capacity=50MB", *named]) == EXIT_OK
-    assert machine(capsys, "stat", shipped)["usage"]["capacity"] == 50_000_000
-    with kvstore.open_store(shipped):
-        assert run(["bench", f"{shipped}?capacity=60MB", *named]) == EXIT_USAGE
-        said = capsys.readouterr().err
-        assert f"{shipped}?capacity=60MB: another process has this tier open" in said
-        assert "50.0 MB (50000000 bytes)" in said
-    assert run(["bench", f"{shipped}?capacity=1100kB", *named]) == EXIT_USAGE
+    assert run(["bench", f"{shipped}?capacity=50MB", *named]) == EXIT_USAGE
+    assert "which has none" in capsys.readouterr().err
+    with kvstore.open_store(f"{shipped}?capacity=1500kB"):
+        pass
+    assert run(["bench", f"{shipped}?capacity=1500kB", *named, "--total", "2MiB"]) == EXIT_USAGE
     assert "would evict blocks of others" in capsys.readouterr().err
     assert machine(capsys, "stat", shipped)["usage"]["blocks"] == 2
 
