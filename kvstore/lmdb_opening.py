@@ -74,7 +74,9 @@ def make_ready(directory: Path, *, readonly: bool, mode: int, remedy: str) -> No
     """Everything that LMDB would meet with a signal or a vague error, met here with a clear one."""
     if not (directory / "data.mdb").exists():
         if readonly:
-            raise StoreNotFoundError(f"{directory} holds no environment, and read-only creates none")
+            raise StoreNotFoundError(
+                f"{directory} is not there, or has no tier in it: check the path; a read-only opening makes none"
+            )
         if free_bytes(directory) < CREATION_BYTES:
             raise StoreFullError(f"{directory}: less than {CREATION_BYTES} bytes are free on its disk: make room")
     elif problem := damage(directory, thorough=False):

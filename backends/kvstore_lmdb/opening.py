@@ -88,7 +88,9 @@ def open_tier(url: TierURL) -> Tier:
             pass  # what they left undone LMDB has undone; only their leases are to go
         stored = stored_capacity(directory)
         if stored is None and readonly:
-            raise StoreNotFoundError(f"{directory} holds no finished tier, and read-only creates none")
+            raise StoreNotFoundError(
+                f"{directory} has no finished tier in it: check the path; a read-only opening makes none"
+            )
         agreed = wanted if stored is None or (wanted and presence.alone and not readonly) else stored
         space = Space(agreed or None, keep_free=kept_free(url, directory))
         if presence.alone and not readonly:
@@ -187,7 +189,7 @@ def _make_directory(directory: Path, *, readonly: bool, mode: int) -> None:
         found = ", ".join(foreign[:3] or sorted(names))
         raise NotAStoreError(f"{directory} holds something other than an LMDB tier ({found}): name another directory")
     if readonly and "data.mdb" not in names:
-        raise StoreNotFoundError(f"{directory} holds no tier, and read-only creates none")
+        raise StoreNotFoundError(f"{directory} has no tier in it: check the path; a read-only opening makes none")
 
 
 def _repair(presence: Presence) -> tuple[str, ...]:

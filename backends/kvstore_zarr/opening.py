@@ -127,8 +127,12 @@ def _check_location(root: Path, url: TierURL) -> Sealer | None:
                     f"{root} is no tier, and {name!r} in it is not kvstore's: choose an empty or a new directory"
                 )
         if readonly:
-            has = "blocks but no catalogue: open it once without readonly=true" if names else "nothing"
-            raise StoreNotFoundError(f"{root} holds {has}, and a read-only opening creates none")
+            lacks = (
+                "has blocks in it, and no catalogue: open it once without readonly=true"
+                if names
+                else ("has no tier in it: check the path; a read-only opening makes none")
+            )
+            raise StoreNotFoundError(f"{root} {lacks}")
     trees = namespaces_in(root)[0] if names else []  # a later format is an error before anything is touched
     there = next(path for path in (root / DRAFTS, root, *root.parents) if path.is_dir())
     wanted = LEAST_CAPACITY if capacity is None else capacity.resolve(there)

@@ -13,6 +13,7 @@ from kvstore.archive.document import ArchiveInfo
 from kvstore.archive.errors import (
     ArchiveDamagedError,
     ArchiveExistsError,
+    ArchiveFullError,
     ArchiveHeldError,
     NamespaceMismatchError,
     NoArchiveError,
@@ -29,6 +30,7 @@ __all__ = [
     "Archive",
     "ArchiveDamagedError",
     "ArchiveExistsError",
+    "ArchiveFullError",
     "ArchiveHeldError",
     "ArchiveInfo",
     "Difference",

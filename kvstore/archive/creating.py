@@ -59,6 +59,8 @@ READERS = 4
 PIECE_BYTES = 4 << 20
 """Of blocks that are compressed, in each of these calls: they need memory of their own."""
 
+_MADE_MEANWHILE = "another process has just made an archive of this name"
+
 
 def create(
     archive_url: str | Mapping[str, Any] | TierURL,
@@ -150,6 +152,15 @@ class _Creation:
         self._crcs: dict[str, Mapping[int, int]] = {}
 
     def run(self) -> ArchiveInfo:
+        """Another process that makes the same archive, and is done first, takes away what it takes for leftovers."""
+        try:
+            return self._run()
+        except RequestFailed as failed:
+            if failed.kind is Kind.MISSING and self._client.get(MANIFEST_NAME) is not None:
+                raise ArchiveExistsError(f"{self._place}: {_MADE_MEANWHILE}") from failed
+            raise
+
+    def _run(self) -> ArchiveInfo:
         draft = dump({"plan": self._work.manifest.plan.hex(), "started": self._work.manifest.created})
         self._client.put(DRAFT_NAME, [np.frombuffer(draft, np.uint8)], new=False)
         todo = self._not_there_yet()
@@ -288,7 +299,7 @@ class _Creation:
                 raise
             made = self._client.put(MANIFEST_NAME, data, new=False)
         if not made:
-            raise ArchiveExistsError(f"{self._place}: another process has just made an archive of this name")
+            raise ArchiveExistsError(f"{self._place}: {_MADE_MEANWHILE}")
 
 
 def _cut(count: int, most: int) -> list[list[int]]:

@@ -8,11 +8,13 @@ from kvstore.errors import (
     StoreDamagedError,
     StoreNotFoundError,
     StoreOpenError,
+    TierUnavailable,
 )
 
 __all__ = [
     "ArchiveDamagedError",
     "ArchiveExistsError",
+    "ArchiveFullError",
     "ArchiveHeldError",
     "NamespaceMismatchError",
     "NoArchiveError",
@@ -26,6 +28,10 @@ class NoArchiveError(StoreNotFoundError):
 
 class ArchiveExistsError(StoreOpenError):
     """An archive of other blocks, or something that is no archive, stands where one is to be made."""
+
+
+class ArchiveFullError(TierUnavailable):
+    """No room is left where an archive is made. What is written stays, and the same call goes on with it."""
 
 
 class ArchiveHeldError(StoreAccessError):

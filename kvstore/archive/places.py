@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kvstore.archive.errors import ArchiveFullError
 from kvstore.archive.local import LocalClient
 from kvstore.errors import InvalidURLError, StoreAccessError, TierUnavailable, UnknownSchemeError
-from kvstore.objects.faults import RequestFailed
+from kvstore.objects.faults import Kind, RequestFailed
 from kvstore.objects.opening import connect
 from kvstore.objects.settings import LOOKUP_TTL, OPTIONS, TIMEOUT
 from kvstore.sealing import SEALING
@@ -95,4 +96,9 @@ class ArchivePlace:
         try:
             yield
         except RequestFailed as failed:
+            if failed.kind is Kind.FULL:
+                raise ArchiveFullError(
+                    f"{self.url}: {failed}: make room and do the same again, which goes on where it was; until then a"
+                    " part stays there (kvstore archive rm removes it)"
+                ) from failed
             raise TierUnavailable(f"{self.url}: {failed}") from failed

@@ -48,8 +48,12 @@ def remove(archive_url: str | Mapping[str, Any] | TierURL, *, force: bool = Fals
         if data is not None and not force:
             try:
                 check_not_held(Manifest.parse(bytes(data), str(place)), str(place))
+            except ArchiveHeldError as error:
+                raise ArchiveHeldError(f"{error}: --force (force=True) removes it all the same") from None
             except ArchiveDamagedError as error:
-                raise ArchiveDamagedError(f"{error}; whether it was to be kept cannot be told (force)") from None
+                raise ArchiveDamagedError(
+                    f"{error}; whether it was to be kept cannot be told: --force (force=True) removes it all the same"
+                ) from None
     with place.client(writes=True) as client:
         found = paths_below(client)
         check_nothing_below(found, str(place))

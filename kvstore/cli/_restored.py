@@ -56,6 +56,9 @@ def show_reports(reports: Sequence[RestoreReport], tier: str, *, as_json: bool, 
             for one in reports
         ),
     )  # fmt: skip
+    for one in reports:
+        if one.corrupt:
+            click.echo(f"{one.corrupt} blocks of {one.archive.url} are damaged: kvstore archive verify names them")
 
 
 def exit_as(ctx: click.Context, reports: Sequence[RestoreReport]) -> None:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import time
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.cli import EXIT_NOT_INTACT
+from kvstore.cli import EXIT_FULL, EXIT_NOT_INTACT
 from kvstore.cli._common import age, as_it_is, emit_json, open_to_inspect, print_table, progress
 from kvstore.cli._names import address_json, matching_namespaces
+from kvstore.cli._output import printable
 from kvstore.cli._restored import exit_as, marking, show_reports
 from kvstore.cli._selection import selected, selecting
+from kvstore.errors import StoreFullError
 from kvstore.registry import open_store
 from kvstore.url import TierURL, format_size, parse_duration
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from kvstore.abc import BlockStore
     from kvstore.archive import ArchiveInfo, Selection
@@ -72,15 +76,16 @@ def archive(ctx: click.Context, as_json: bool) -> None:
 @click.option("--overwrite", is_flag=True, help="Remove an archive that stands there, first.")
 @click.option("--plaintext", is_flag=True, help="Let blocks of an encrypted tier stand unencrypted in the archive.")
 @_json
+@click.pass_context
 def create(
-    archive_url: str, tier_url: str, prefix: str | None, keep_until: str | None, compression: str | None,
-    include_tokens: bool, overwrite: bool, plaintext: bool, as_json: bool, **ways: Any,
+    ctx: click.Context, /, archive_url: str, tier_url: str, prefix: str | None, keep_until: str | None,
+    compression: str | None, include_tokens: bool, overwrite: bool, plaintext: bool, as_json: bool, **ways: Any,
 ) -> None:  # fmt: skip
     """Copy one prefix's blocks from a tier into an archive at ARCHIVE_URL.
 
     Which prefix is said by one of --tokens, --text, --keys, or by --label alone. Every block is checked as it is read.
     The tier is opened read-only. There is no archive before all of it is written; started again after an interruption,
-    the command goes on where it was.
+    the command goes on where it was. Exit code 4 when there is no room for it.
     """
     from kvstore import archive as archives
 
@@ -95,7 +100,7 @@ def create(
         chosen: Selection = archives.select(
             store, space, label=label if only_label else None, tokens=tokens, keys=keys, salt=ways["salt"]
         )
-        with progress("archiving", len(chosen)) as advance:
+        with _room(ctx), progress("archiving", len(chosen)) as advance:
             info = archives.create(
                 archive_url, store, space, chosen, label=label, compression=compression, keep_until=until,
                 tokens=tokens if include_tokens else None, overwrite=overwrite, plaintext=plaintext, progress=advance,
@@ -130,6 +135,8 @@ def list_(ctx: click.Context, url: str, as_json: bool) -> None:
                 for info in found
             ),
         )  # fmt: skip
+        if not (found or damaged):
+            click.echo("no archive stands directly below it", err=True)
     for error in damaged.values():
         click.echo(f"damaged: {error}", err=True)
     if damaged:
@@ -213,7 +220,11 @@ def restore(
 
 @archive.command(epilog="\b\nExample:\n  kvstore archive rm s3://bucket/archives/handbook")
 @click.argument("archive_url")
-@click.option("--force", is_flag=True, help="Also one that is to be kept for longer, or is damaged.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Also one that is to be kept for longer, or whose manifest is damaged, so that this cannot be told.",
+)
 @_json
 def rm(archive_url: str, force: bool, as_json: bool) -> None:
     """Remove the archive at ARCHIVE_URL, or what an interrupted creation left there."""
@@ -225,6 +236,18 @@ def rm(archive_url: str, force: bool, as_json: bool) -> None:
         emit_json({"removed": shown})
     else:
         click.echo(f"removed {shown}")
+
+
+@contextmanager
+def _room(ctx: click.Context) -> Generator[None]:
+    """A disk or a bucket without room has an exit code of its own."""
+    from kvstore.archive import ArchiveFullError
+
+    try:
+        yield
+    except (ArchiveFullError, StoreFullError) as error:
+        click.echo("kvstore: " + printable(str(error)), err=True)
+        ctx.exit(EXIT_FULL)
 
 
 def _one_namespace(store: BlockStore, prefix: str | None) -> Namespace:
@@ -244,7 +267,10 @@ def _moment(text: str) -> float:
             return (datetime.now(UTC) + timedelta(seconds=parse_duration(text))).timestamp()
         except (ValueError, OverflowError):
             raise click.UsageError(f"--keep-until {text}: a date such as 2027-01-31, or a time such as 90d") from None
-    return (day if day.tzinfo else day.replace(tzinfo=UTC)).timestamp()
+    moment = (day if day.tzinfo else day.replace(tzinfo=UTC)).timestamp()
+    if moment <= time.time():
+        raise click.UsageError(f"--keep-until {text}: that is past")
+    return moment
 
 
 def _day(moment: float | None) -> str:

@@ -185,6 +185,11 @@ def _show(source: TierURL, target: TierURL, report: CopyReport, dry_run: bool) -
 def _warn(target: TierURL, report: CopyReport, *, evict: bool) -> None:
     """What is to be known besides, on stderr."""
     marks = report.marks
+    if gone := report.fates[Fate.GONE]:
+        click.echo(
+            f"note: {gone} blocks expired, or were evicted or removed from the source, before they were copied",
+            err=True,
+        )
     if report.full:
         room = "Give it a larger capacity, or make room on its disk"
         remedy = room if evict else f"{room}, or let it evict with --evict"

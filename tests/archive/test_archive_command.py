@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 from archive_helpers import BLOCKS, IDS, KEYS, LABEL, SPACE, STEP, fill, filled, held
 
 from kvstore import BlockLayout, Mark, PutOutcome, open_store
 from kvstore.archive import create
+from kvstore.archive.local import LocalClient
 from kvstore.cli import EXIT_FULL, EXIT_NOT_INTACT, EXIT_OK, EXIT_USAGE, run
 from kvstore.testing.faults import FaultyStore, lying
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from kvstore import Namespace
@@ -211,3 +215,52 @@ def test_a_tier_without_room_is_exit_code_4(
     monkeypatch.setattr(archive, "open_store", lambda _: full)
     back = machine(capsys, "archive", "restore", url, "--to", "memory://archive-full", code=EXIT_FULL)
     assert (back["full"], back["refused"], back["complete"]) == (True, BLOCKS, False)
+
+
+def test_an_archive_that_finds_no_room_is_exit_code_4_and_goes_on_when_there_is_some(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, url = filled(tmp_path / "source"), f"file://{tmp_path}/archives/one"
+    command = ["archive", "create", url, "--from", tier, "--label", LABEL]
+
+    def full(*_: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalClient, "_write", full)
+        assert run(command) == EXIT_FULL
+    assert "make room and do the same again" in capsys.readouterr().err
+    assert run(command) == EXIT_OK
+
+
+def test_who_loses_to_another_that_makes_the_same_archive_is_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, url = filled(tmp_path / "source"), f"file://{tmp_path}/archives/one"
+    command = ["archive", "create", url, "--from", tier, "--label", LABEL]
+    write, codes = LocalClient._write, list[int]()
+
+    def overtaken(self: LocalClient, path: str, parts: Sequence[Any]) -> None:
+        write(self, path, parts)
+        if "/g0/" in path and "/c/" not in path and not codes:  # the draft of zarr.json
+            codes.append(-1)
+            codes.append(run(command))
+
+    monkeypatch.setattr(LocalClient, "_write", overtaken)
+    assert run(command) == EXIT_USAGE
+    assert codes == [-1, EXIT_OK]
+    assert "another process has just made an archive of this name" in capsys.readouterr().err
+    assert run(["archive", "verify", url]) == EXIT_OK
+
+
+def test_what_is_to_be_kept_and_until_when_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tier, url = filled(tmp_path / "source"), f"file://{tmp_path}/archives/one"
+    command = ["archive", "create", url, "--from", tier, "--label", LABEL, "--keep-until"]
+    assert run([*command, "2020-01-01"]) == EXIT_USAGE
+    assert "that is past" in capsys.readouterr().err
+    assert run(["archive", "list", f"file://{tmp_path}/archives"]) == EXIT_OK
+    assert "no archive stands directly below it" in capsys.readouterr().err
+    assert run([*command, "90d"]) == EXIT_OK
+    assert run(["archive", "rm", url]) == EXIT_USAGE
+    assert "--force" in capsys.readouterr().err
+    assert run(["archive", "rm", url, "--force"]) == EXIT_OK
