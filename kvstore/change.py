@@ -155,6 +155,10 @@ class Change(Snapshot):
             self.txn.delete(intent.name, db=self._intents)
             self._add(reserved=-reserved)
 
+    def restore_capacity(self, before: Totals) -> None:
+        """Let the cap, and what is kept aside under it, be what they were: for who has the tier alone."""
+        self._totals = replace(self.totals(), capacity=before.capacity, overhead=before.overhead)
+
     def set_overhead(self, nbytes: int) -> None:
         """Say how much is kept aside for what is neither `used` nor `reserved` (directories, the catalogue itself)."""
         self._totals = replace(self.totals(), overhead=nbytes)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from kvstore.environment import Environment
 
-__all__ = ["COMPACTED", "check_replaceable", "compact", "is_worthwhile"]
+__all__ = ["COMPACTED", "check_replaceable", "compact", "is_worthwhile", "ripen"]
 
 COMPACTED = f"{DRAFT}data.mdb"
 """The name of the new file until it is complete; beside the old one, wherever that is."""
@@ -58,7 +58,7 @@ def compact(environment: Environment, has_room: Callable[[int], bool], failed: C
         failed(_busy(folder))
         return False
     with suppress(OSError, StoreDamagedError):  # it takes more room then, and may have that
-        _ripen(environment)
+        ripen(environment)
         give_back_free_pages(environment)
     with environment.read() as txn:
         nbytes = environment.live_pages(txn) * PAGE
@@ -103,7 +103,7 @@ def _busy(folder: Path) -> OSError:
     return OSError(errno.EBUSY, "a call of this process that is in it has not ended", str(folder))
 
 
-def _ripen(environment: Environment) -> None:
+def ripen(environment: Environment) -> None:
     """Have LMDB hand out what was just freed."""
     for _ in range(2):
         with environment.write() as txn:

@@ -12,13 +12,13 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from kvstore.environment import PAGE
+from kvstore.environment import DISK_HEADROOM, PAGE
 from kvstore.turns import is_stopped
 
 if TYPE_CHECKING:
     from kvstore.environment import Environment
 
-__all__ = ["Growth"]
+__all__ = ["Growth", "why_no_page"]
 
 BEHIND = 8
 """Transactions that were committed since a read began, from which on it keeps pages from being used again."""
@@ -82,3 +82,22 @@ class Growth:
             " %s nothing is stored here; blocks are still read",
             *(self._environment.directory, process, how, behind, remedy),
         )
+
+
+def why_no_page(environment: Environment, error: Exception) -> str:
+    """Why a change found no page to write to, and what helps, where `error` is what LMDB or the system said of it."""
+    folder = environment.directory
+    process, behind = environment.oldest_reader()
+    read = f"the read of process {process}, which began {behind} transactions ago, ends" if behind else ""
+    if isinstance(error, OSError):
+        said = (
+            f"{folder}: its disk is full, and to take something out needs some free pages, too: free"
+            f" {DISK_HEADROOM >> 10} KiB on it and do this again, or remove the tier, which is a cache"
+        )
+        return f"{said}; it may be enough that {read}" if read else said
+    if read:
+        return f"{folder}: no page is free to write to until {read} (kill -CONT {process}, if it is stopped)"
+    return (
+        f"{folder}: its file is as large as its capacity lets it be, and no page of it is free: open it alone with a"
+        " larger capacity, or remove it while nobody uses it (it is a cache)"
+    )

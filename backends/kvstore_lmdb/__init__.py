@@ -48,7 +48,7 @@ from kvstore_lmdb.get import get_blocks
 from kvstore_lmdb.opening import Tier, open_tier
 from kvstore_lmdb.purge import finish_purge
 from kvstore_lmdb.put import Puts, Staged, chunks, stage, with_keys
-from kvstore_lmdb.removal import TOGETHER, purge_blocks, remove_as_read, remove_blocks, take_back
+from kvstore_lmdb.removal import purge_blocks, remove_as_read, remove_blocks, take_back
 from kvstore_lmdb.repair import is_of_later_version, repair
 from kvstore_lmdb.whole import addresses_in, excess, unseen, usage
 
@@ -341,18 +341,13 @@ class LMDBStore(BlockStore):
 
     def _some_at_a_time(self, count: int, act: Callable[[slice], list[bool]]) -> list[bool]:
         """What `act` says of `count` blocks, in transactions of bounded size."""
-        done: list[bool] = []
-        for start in range(0, count, TOGETHER):
-            done += self._rewritten(partial(act, slice(start, start + TOGETHER)))
-        return done
+        with self._telling():
+            return self._puts.some_at_a_time(count, act)
 
     def _rewritten(self, act: Callable[[], list[T]]) -> list[T]:
         """A change to entries that are there, which needs pages to be free."""
         with self._telling():
-            done = self._puts.patiently(lambda _: act())
-        if done is None:
-            raise TierUnavailable(f"{self.url}: no page is free to write with while a reader does not end")
-        return done
+            return self._puts.rewritten(act)
 
     def close(self) -> None:
         with self._closing:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import lmdb
+
 from kvstore.catalog import DATABASES, SETTLE_DUE_UNREAD, Catalog, stored_capacity
-from kvstore.compaction import check_replaceable, compact
+from kvstore.compaction import check_replaceable, compact, ripen
 from kvstore.environment import PAGE, Environment, check_filesystem, damage
 from kvstore.errors import (
     NotAStoreError,
@@ -20,7 +24,7 @@ from kvstore.errors import (
 )
 from kvstore.files import is_draft_of, make_folder
 from kvstore.presence import Presence, State, explained, is_presence_file, mode_of
-from kvstore.records import generation_of
+from kvstore.records import Totals, generation_of
 from kvstore.retention import Retention
 from kvstore.sealing import PLAIN, check_options, open_sealer, record_seal, recorded_seals
 from kvstore.url import CAPACITY, DURABILITY, MODE, READONLY, TierURL, kept_free, local_path
@@ -30,8 +34,6 @@ from kvstore_lmdb.space import SMALLEST_CAPACITY, Space
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
-
-    import lmdb
 
     from kvstore.catalog import Victim
     from kvstore.sealing import Sealer
@@ -239,9 +241,10 @@ def _shrink(presence: Presence, space: Space, mode: int) -> None:
     path = presence.directory / "data.mdb"
     if not path.exists() or path.stat().st_size <= space.map_size:
         return
+    changed = "nothing was changed"
     try:
         check_replaceable(presence.directory)  # before a block goes for it
-        failure = _shrunk(presence.directory, space, mode)
+        failure, changed = _shrunk(presence.directory, space, mode)
     except StoreOpenError:
         raise
     except OSError as error:
@@ -252,22 +255,51 @@ def _shrink(presence: Presence, space: Space, mode: int) -> None:
     kind, remedy = (StoreFullError, "make room on its disk") if full else (StoreAccessError, "see to that")
     raise kind(
         f"{presence.directory}: its data file is larger than capacity={space.capacity} and could not be written anew,"
-        f" which takes as much space as it is to have: {failure}: {remedy}, or give the capacity that it had"
+        f" which takes as much space as it is to have: {failure}: {remedy}, or leave the capacity as it is; {changed}"
     ) from failure
 
 
-def _shrunk(directory: Path, space: Space, mode: int) -> OSError | None:
-    """What kept it from being done, if anything."""
+def _shrunk(directory: Path, space: Space, mode: int) -> tuple[OSError | None, str]:
+    """What kept it from being done, if anything, and what was changed for it then."""
     failures: list[OSError] = []
     environment = Environment.open(directory, NAMES, readahead=True, mode=mode)
     try:
         catalog = Catalog(environment)
+        with catalog.read() as snapshot:
+            before, live = snapshot.totals(), environment.live_pages(snapshot.txn) * PAGE
+        copy = min(live, space.map_size - space.map_size // 50)
+        lacking = 2 * copy - environment.attainable_bytes()
+        if lacking > 0:
+            why = f"{os.strerror(errno.ENOSPC)} ({lacking} bytes too few)"
+            return OSError(errno.ENOSPC, why, str(directory / "data.mdb")), "nothing was changed"
         catalog.prepare(space.capacity, alone=True)
-        _evict_down(catalog, space)
-        compact(environment, lambda _: True, failures.append)
+        if not _evict_patiently(catalog, space):
+            failures.append(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory / "data.mdb")))
+        elif compact(environment, lambda _: True, failures.append):
+            return next(iter(failures), None), "the lower capacity holds"
+        return failures[0], _put_back(catalog, before)
     finally:
         environment.close()
-    return failures[0] if failures else None
+
+
+def _evict_patiently(catalog: Catalog, space: Space) -> bool:
+    """Evict for the lower cap, a block at a time where a full disk has no pages for more; whether that was done."""
+    for most in (space.chunk, 1, 1, space.chunk, space.chunk):
+        if _evict_down(catalog, space, most=most):
+            return True
+        with suppress(OSError, lmdb.MapFullError):
+            ripen(catalog.environment)
+    return False
+
+
+def _put_back(catalog: Catalog, before: Totals) -> str:
+    """Let the cap be what it was before; what that says of the tier."""
+    kept = "could not be put back, so the lower one holds"
+    with suppress(OSError, lmdb.Error), catalog.write() as change:
+        change.restore_capacity(before)
+        kept = "is as it was"
+    with catalog.read() as snapshot:
+        return f"{before.blocks - snapshot.totals().blocks} blocks went for it, and the capacity {kept}"
 
 
 def _unreadable(catalog: Catalog) -> tuple[str, ...]:
@@ -283,14 +315,18 @@ def _unreadable(catalog: Catalog) -> tuple[str, ...]:
     return notes
 
 
-def _evict_down(catalog: Catalog, space: Space) -> None:
-    """Say what is kept aside, and evict until the rest is under the cap. On a full disk puts will do so as they can."""
+def _evict_down(catalog: Catalog, space: Space, *, most: int | None = None) -> bool:
+    """Say what is kept aside, and evict until the rest is under the cap, `most` bytes in a transaction; whether that
+    was done. On a full disk puts will do so as they can.
+    """
     try:
         with catalog.write() as change:
             change.set_overhead(space.overhead(tree_bytes(catalog, change.txn)))
-        while evict(catalog, space, room=0, most=space.chunk):
+        while evict(catalog, space, room=0, most=space.chunk if most is None else most):
             pass
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         _log.warning("%s: its disk is full: %s", catalog.environment.directory, error)
+        return False
+    return True

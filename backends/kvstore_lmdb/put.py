@@ -19,10 +19,13 @@ import lmdb
 import numpy as np
 
 from kvstore.catalog import Entry, address_of
+from kvstore.errors import TierUnavailable
+from kvstore.growth import why_no_page
 from kvstore.sealing import SEAL_BYTES
 from kvstore.types import NO_POSITION, BlockWrite, PutOutcome, ResealOutcome
 from kvstore_lmdb.entry import HEADER_BYTES, Bytes, fill, place_of, stored_bytes
 from kvstore_lmdb.opening import BLOCKS, Tier, evict, tree_bytes
+from kvstore_lmdb.removal import TOGETHER
 from kvstore_lmdb.seat import STORES, Seat
 
 if TYPE_CHECKING:
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from kvstore.namespace import Namespace
     from kvstore.sealing import DataKey, Sealer
 
-__all__ = ["Numbered", "Puts", "Staged", "chunks", "stage", "with_keys"]
+__all__ = ["NoPageError", "Numbered", "Puts", "Staged", "chunks", "stage", "with_keys"]
 
 T = TypeVar("T")
 
@@ -84,6 +87,10 @@ def with_keys(sealer: Sealer, blocks: Sequence[Staged]) -> list[Staged]:
     """The blocks with what each is sealed with; those for whose tenant there is no key cannot be stored."""
     keys = sealer.writing(staged.block.tenant for staged in blocks)
     return [replace(staged, data_key=keys[staged.block.tenant]) for staged in blocks if staged.block.tenant in keys]
+
+
+class NoPageError(TierUnavailable):
+    """There is no page to write to, for as long as one waits for it."""
 
 
 class Puts:
@@ -181,6 +188,39 @@ class Puts:
             if result is not None:
                 return result
         return None
+
+    def rewritten(self, act: Callable[[], T]) -> T:
+        """`act`, a change to entries that are there, which needs pages to be free. Raises `NoPageError`."""
+        errors: list[Exception] = []
+
+        def tried(_: int) -> T:
+            try:
+                return act()
+            except (lmdb.MapFullError, OSError) as error:
+                errors.append(error)
+                raise
+
+        done = self.patiently(tried)
+        if done is None:
+            raise NoPageError(why_no_page(self._tier.environment, errors[-1])) from errors[-1]
+        return done
+
+    def some_at_a_time(self, count: int, act: Callable[[slice], list[bool]]) -> list[bool]:
+        """What `act` says of `count` blocks, in transactions of bounded size: of one block, where no pages are free for
+        more. Those that it frees may do for more then.
+        """
+        done: list[bool] = []
+        together = TOGETHER
+        while len(done) < count:
+            try:
+                done += self.rewritten(partial(act, slice(len(done), len(done) + together)))
+            except NoPageError:
+                if together == 1:
+                    raise
+                together = 1
+                continue
+            together = min(2 * together, TOGETHER)
+        return done
 
     def _store_in_room(
         self, namespace: Namespace, need: int, numbered: Numbered, values: Sequence[Buffer], seat: Seat, attempt: int
