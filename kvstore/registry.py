@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
+import traceback
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,7 @@ from kvstore.url import TierURL
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["BUILTINS", "ENTRY_POINT_GROUP", "backend_class", "known_schemes", "open_store"]
+__all__ = ["BUILTINS", "ENTRY_POINT_GROUP", "backend_class", "known_schemes", "open_store", "package_at_fault"]
 
 ENTRY_POINT_GROUP = "kvstore.backends"
 
@@ -45,7 +47,17 @@ def open_store(url: str | Mapping[str, Any] | TierURL, **options: Any) -> BlockS
     """
     parsed = TierURL.parse(url, **options)
     backend = backend_class(parsed)
-    return backend(parsed.validated(backend.options))
+    checked = parsed.validated(backend.options)
+    try:
+        store = backend(checked)
+    except AttributeError as error:
+        if error.name == "capabilities":
+            raise _unfinished(parsed, backend, ["capabilities"]) from error
+        raise
+    if not hasattr(store, "capabilities"):
+        store.close()
+        raise _unfinished(parsed, backend, ["capabilities"])
+    return store
 
 
 def backend_class(url: TierURL) -> type[BlockStore]:
@@ -74,7 +86,28 @@ def backend_class(url: TierURL) -> type[BlockStore]:
         raise ConfigurationError(f"{scheme}:// is {entry.value} of {_origin(entry)}: {error}") from error
     if not (isinstance(backend, type) and issubclass(backend, BlockStore)):
         raise ConfigurationError(f"{scheme}:// is {entry.value} of {_origin(entry)}, which is not a BlockStore class")
-    return backend.serving(url)
+    serving = backend.serving(url)
+    if inspect.isabstract(serving):
+        raise _unfinished(url, serving, sorted(serving.__abstractmethods__))
+    return serving
+
+
+def package_at_fault(error: BaseException) -> str | None:
+    """Whose code raised `error`, if it is that of a backend from another package; else None."""
+    owners = {
+        entry.module.partition(".")[0]: f"package {entry.dist.name}, which serves {entry.name}://"
+        for entries in _entries().values()
+        for entry in entries
+        if entry.dist
+    }
+    ours = {"kvstore", *(path.partition(":")[0].partition(".")[0] for path in BUILTINS.values())}
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        top = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if top in ours:
+            return None
+        if top in owners:
+            return owners[top]
+    return None
 
 
 def known_schemes() -> list[str]:
@@ -99,6 +132,14 @@ def _of_fsspec(url: TierURL) -> list[EntryPoint]:
     registry: Any = importlib.import_module("fsspec.registry")  # which has no types
     known = set(registry.available_protocols()) >= set(protocols)
     return [EntryPoint(url.scheme, _OBJECTS, ENTRY_POINT_GROUP)] if known else []
+
+
+def _unfinished(url: TierURL, backend: type[BlockStore], lacks: list[str]) -> ConfigurationError:
+    """A class that a package has registered, and that is no whole backend."""
+    return ConfigurationError(
+        f"{url.scheme}:// is {backend.__module__}:{backend.__qualname__}, which lacks {', '.join(lacks)}: its package"
+        " has to define that (backends/README.md); report it there"
+    )
 
 
 def _origin(entry: EntryPoint) -> str:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from keyvalue_helpers import DictStore
 from readme_backend import install, install_wheel
 
 import kvstore
 from kvstore import BlockLayout, BlockRead, BlockWrite, GetOutcome, Namespace, PutOutcome, block_keys
+from kvstore.cli import EXIT_USAGE, run
 from kvstore.errors import (
     ConfigurationError,
     InvalidBlockError,
@@ -199,3 +201,49 @@ def test_what_comes_over_a_network_is_known_before_it_is_opened(url: str) -> Non
     parsed = TierURL.parse(url)
     assert backend_class(parsed).remote is (parsed.scheme in {"s3", "gs", "redis"})
     assert backend_class(TierURL.parse("file:///tmp/x?remote=true")).remote
+
+
+class TestAPackageWhoseBackendIsNotWhole:
+    PATH = "from kvstore_memory import MemoryStore\nfrom kvstore import BlockStore\n"
+
+    @pytest.mark.parametrize(
+        ("source", "says"),
+        [
+            ("class Store(BlockStore): pass\n", "which lacks close, contains_many, .*usage"),
+            (
+                "class Store(MemoryStore):\n    def __init__(self, url): pass\n    def close(self): pass\n",
+                "which lacks cap",
+            ),
+            ("class Store(MemoryStore):\n    def __init__(self, url): self.capabilities\n", "which lacks capabilities"),
+        ],
+    )
+    def test_what_it_lacks_is_said(
+        self, source: str, says: str, tmp_path: Path, on_path: OnPath, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        wheel = install_wheel(tmp_path, "half", {"half.py": self.PATH + source}, {"half": "half:Store"})
+        on_path(wheel, "half")
+        with pytest.raises(ConfigurationError, match=f"half:// is half:Store, {says}"):
+            kvstore.open_store("half://kv")
+        assert run(["stat", "half://kv"]) == EXIT_USAGE
+        assert "Traceback" not in capsys.readouterr().err
+
+    def test_what_it_raises_is_its_own_fault(
+        self, tmp_path: Path, on_path: OnPath, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        source = "class Store(MemoryStore):\n    def usage(self): return int('x')\n"
+        on_path(install_wheel(tmp_path, "ill", {"ill.py": self.PATH + source}, {"ill": "ill:Store"}), "ill")
+        with kvstore.open_store("ill://kv"):
+            assert run(["top", "ill://kv", "--once"]) == EXIT_USAGE
+        said = capsys.readouterr().err
+        assert "Traceback" in said
+        assert "this is a fault in the package ill, which serves ill://, not in kvstore: report it there" in said
+
+
+class Absent(DictStore):
+    def connect(self) -> None:
+        raise FileNotFoundError(self.url.location)
+
+
+def test_a_path_that_a_hook_raises_gets_words() -> None:
+    with pytest.raises(StoreNotFoundError, match=r"cannot be opened: /nope does not exist$"):
+        Absent(TierURL.parse("absent:///nope").validated(Absent.options))

@@ -163,9 +163,15 @@ def run(args: Sequence[str] | None = None) -> int:
             number = ended_by[0] if ended_by else signal.SIGINT
             click.echo(f"kvstore: {'ended by ' + number.name if ended_by else 'interrupted'}", err=True)
             return 128 + number
-        except Exception:
+        except Exception as error:
             traceback.print_exc()
-            return EXIT_FAULT
+            from kvstore.registry import package_at_fault
+
+            package = package_at_fault(error)
+            if package is None:
+                return EXIT_FAULT
+            click.echo(f"kvstore: this is a fault in the {package}, not in kvstore: report it there", err=True)
+            return EXIT_USAGE
         return result if isinstance(result, int) else EXIT_OK
 
 

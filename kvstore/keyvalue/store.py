@@ -86,7 +86,7 @@ class KeyValueStore(KeyValueHooks, BlockStore):
         except KVStoreError:
             raise
         except self._failures as error:
-            raise _opening_error(error)(f"{url} cannot be opened: {error}") from error
+            raise _opening_error(error)(f"{url} cannot be opened: {_said(error)}") from error
         try:
             self._books.agree_on_format()
             self._sealer = self._books.open_sealer()
@@ -94,7 +94,7 @@ class KeyValueStore(KeyValueHooks, BlockStore):
             self.close()
             if isinstance(error, KVStoreError) or not isinstance(error, self._failures):
                 raise
-            raise _opening_error(error)(f"{url} cannot be opened: {error}") from error
+            raise _opening_error(error)(f"{url} cannot be opened: {_said(error)}") from error
         self._graves = Graveyard(Tombstones(self), self.tombstones_seen_s)
         self.capabilities = replace(
             self.capabilities,
@@ -306,6 +306,22 @@ def _checked_names(namespace: Namespace, keys: Sequence[BlockKey]) -> list[str]:
     for key in keys:
         namespace.check_key(key)
     return [name_of(namespace, key) for key in keys]
+
+
+def _said(error: Exception) -> str:
+    """What a hook raised, in words also where it gave nothing but a path."""
+    if isinstance(error, OSError) and error.strerror is None:
+        why = next((words for kind, words in _WHY.items() if isinstance(error, kind)), "")
+        return f"{error} {why}" if why else str(error)
+    return str(error)
+
+
+_WHY: dict[type[OSError], str] = {
+    FileNotFoundError: "does not exist",
+    NotADirectoryError: "is something other than such a tier",
+    FileExistsError: "is something other than such a tier",
+    PermissionError: "may not be used by this user",
+}
 
 
 def _opening_error(error: Exception) -> type[StoreOpenError]:
