@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvstore.marks import MarkOutcome
 from kvstore.repairing import Examination
-from kvstore.types import ResealOutcome, Residue
+from kvstore.types import PutOutcome, ResealOutcome, Residue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
         BlockWrite,
         GetOutcome,
         Leftover,
-        PutOutcome,
         Unseen,
         Usage,
     )
@@ -176,6 +175,30 @@ class BlockStore(ABC):
         """Raise `StoreClosedError` after `close`, and in a forked child. The defaults of verbs ask it, so that a store
         which defines it refuses them as it does the others.
         """
+
+    def put_if_room(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
+        """`put_many`, for which nothing goes that is there: a block for which something would have to is `FULL`.
+
+        This default goes by `usage` and by the blocks' bytes: where a store under a capacity keeps more than those of a
+        block, something may go for the rest.
+        """
+        can = self.capabilities
+        usage = self.usage() if can.capacity_is_exact and not can.can_hang else None
+        if usage is None or usage.capacity is None:
+            return self.put_many(namespace, blocks)
+        room = usage.capacity - usage.used - usage.reserved - usage.overhead
+        there = self.contains_many(namespace, [block.key for block in blocks])
+        outcomes = [PutOutcome.FULL] * len(blocks)
+        admitted: list[int] = []
+        for place, (block, known) in enumerate(zip(blocks, there, strict=True)):
+            need = 0 if known else namespace.block_bytes(block.key.group)
+            if need <= room:
+                room -= need
+                admitted.append(place)
+        put = self.put_many(namespace, [blocks[place] for place in admitted]) if admitted else []
+        for place, outcome in zip(admitted, put, strict=True):
+            outcomes[place] = outcome
+        return outcomes
 
     def check_many(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
         """`get_many_into`, for who only looks after blocks: where a store keeps when blocks were used, this is no use.

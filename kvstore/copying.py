@@ -86,7 +86,7 @@ class CopyReport:
 
     spaces: list[SpaceReport] = field(default_factory=list["SpaceReport"])
     full: bool = False
-    """The copy ended early: the target had no room, or began to evict."""
+    """The copy ended early: the target had no room."""
     seconds: float = 0.0
     unseen: list[Unseen] = field(default_factory=list["Unseen"])
     """What of the source could not be looked into, and was not copied."""
@@ -139,7 +139,9 @@ def copy(
     Into an encrypted one each block goes under the key of the tenant under whose key it was, else of its first mark's.
 
     Memory: `threads` batches of the smaller `batch_bytes` of the two. Ends early, with `CopyReport.full`, where a block
-    finds no room, or, unless `evict`, as soon as a target under a capacity evicts something to make room.
+    finds no room; unless `evict` that is where something would have to go for it, and nothing does (others who put
+    evict as ever). Such a copy does one batch at a time where the target is nearly full, so that the same copy again
+    finds no room, either.
     `advance(blocks)` is called as blocks are done with. Raises `TierUnavailable` when a store cannot tell, or when the
     target refuses everything; what was put until then stays, and the next copy passes it over.
     """
@@ -147,17 +149,17 @@ def copy(
     started = time.monotonic()
     report = CopyReport(unseen=[one for one in source.unseen() if named(one.namespace)])
     chosen = [space for space in source.namespaces() if named(space.name)]
-    watch = None if evict or dry_run else _Evictions.watched(target)
-    most = min(source.capabilities.batch_bytes, target.capabilities.batch_bytes, *([watch.step] if watch else []))
+    room = None if evict or dry_run else _Room.of(target)
+    most = min(source.capabilities.batch_bytes, target.capabilities.batch_bytes, *([room.step] if room else []))
     with _owners(source, target) as owners, _pool(threads) as pool:
-        work = _Work(source, target, dry_run, owners)
+        work = _Work(source, target, dry_run, evict, owners)
         pending: deque[tuple[SpaceReport, Future[_Batch]]] = deque()
 
         def settle() -> None:
             space, done = pending.popleft()
             batch = done.result()
             _record(space, batch)
-            report.full |= Fate.FULL in batch.fates or (watch is not None and watch.began(report.fates[Fate.COPIED]))
+            report.full |= Fate.FULL in batch.fates
             _check_accepted(target, report)
             advance(len(batch.infos))
 
@@ -165,7 +167,8 @@ def copy(
             if not report.spaces or report.spaces[-1].namespace != space:
                 report.spaces.append(SpaceReport(space))
             pending.append((report.spaces[-1], pool.submit(work.move, space, infos)))
-            if len(pending) > 2 * threads:
+            under_way = 2 * threads if room is None or room.is_ample_for((2 * threads + 1) * most) else 0
+            while len(pending) > under_way:
                 settle()
             if report.full:
                 break
@@ -235,6 +238,7 @@ class _Work:
     source: BlockStore
     target: BlockStore
     dry_run: bool
+    evict: bool
     owners: Keyring | None
     """The source's keyring, if the target seals what it is given."""
     memory: ThreadMemory = field(default_factory=ThreadMemory)
@@ -261,7 +265,8 @@ class _Work:
             for info, buffer, outcome, tenant in zip(infos, buffers, got, self._tenants(space, infos), strict=True)
             if outcome is GetOutcome.HIT
         ]
-        put = self.target.put_many(space, writes) if writes else []
+        store = self.target.put_many if self.evict else self.target.put_if_room
+        put = store(space, writes) if writes else []
         fates = {write.key: _FATES[outcome] for write, outcome in zip(writes, put, strict=True)}
         for info, outcome in zip(infos, got, strict=True):
             if outcome is GetOutcome.CORRUPT:
@@ -325,22 +330,26 @@ def _check_accepted(target: BlockStore, report: CopyReport) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Evictions:
-    """Whether a target under a capacity has begun to evict: it then has fewer blocks than it had and was given."""
+class _Room:
+    """Whether a target under a capacity is still far from full: blocks beside each other reserve more than they take,
+    and one that finds no room beside others may find it alone.
+    """
 
     target: BlockStore
-    before: int
     step: int
-    """Bytes in a batch at most, so that no single one evicts much."""
+    """Bytes in a batch at most, so that those beside each other are a small part of the capacity."""
 
     @classmethod
-    def watched(cls, target: BlockStore) -> _Evictions | None:
-        """None for a store without a capacity, which evicts nothing."""
-        if target.capabilities.can_hang:  # a bucket would be listed for the question
+    def of(cls, target: BlockStore) -> _Room | None:
+        """None for a store without a capacity that its puts keep."""
+        can = target.capabilities
+        if can.can_hang or not can.capacity_is_exact:  # a bucket would be listed for the question
             return None
-        usage = target.usage()
-        return None if usage.capacity is None else cls(target, usage.blocks, usage.capacity // 64)
+        capacity = target.usage().capacity
+        return None if capacity is None else cls(target, capacity // 256)
 
-    def began(self, copied: int) -> bool:
-        """`copied`: blocks that were surely put since."""
-        return self.target.usage().blocks < self.before + copied
+    def is_ample_for(self, nbytes: int) -> bool:
+        """Whether so many bytes of payload find room, with what small blocks take beside their bytes."""
+        usage = self.target.usage()
+        occupied = usage.used + usage.reserved + usage.overhead
+        return usage.capacity is None or usage.capacity - occupied > 4 * nbytes

@@ -123,6 +123,12 @@ class LMDBStore(BlockStore):
             return snapshot.alive(addresses)
 
     def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
+        return self._put(namespace, blocks, evict=True)
+
+    def put_if_room(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
+        return self._put(namespace, blocks, evict=False)
+
+    def _put(self, namespace: Namespace, blocks: Sequence[BlockWrite], *, evict: bool) -> list[PutOutcome]:
         staged = self._staged(namespace, blocks)
         outcomes = [PutOutcome.FAILED] * len(blocks)
         now = now_ns()
@@ -133,7 +139,7 @@ class LMDBStore(BlockStore):
                 take_back(self._tier, self._allowance, [member.address for member in staged])
             for chunk in self._chunks(staged):
                 with self._telling():
-                    stored = self._puts.put(namespace, chunk, now)
+                    stored = self._puts.put(namespace, chunk, now, evict=evict)
                 for member, outcome in zip(chunk, stored, strict=True):
                     outcomes[member.place] = outcome
         return outcomes

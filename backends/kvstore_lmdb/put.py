@@ -105,12 +105,16 @@ class Puts:
         """Let go of memory."""
         self._spare.clear()
 
-    def put(self, namespace: Namespace, blocks: list[Staged], now: int) -> list[PutOutcome]:
-        """Put one chunk, whose blocks have been checked; one outcome each, in order."""
+    def put(self, namespace: Namespace, blocks: list[Staged], now: int, *, evict: bool = True) -> list[PutOutcome]:
+        """Put one chunk, whose blocks have been checked; one outcome each, in order. Not to `evict`: only what finds
+        room as it is.
+        """
         with Seat.of(STORES, max(block.payload.nbytes for block in blocks)) as seat:
-            return self._put(namespace, blocks, now, seat)
+            return self._put(namespace, blocks, now, seat, makes_room=evict)
 
-    def _put(self, namespace: Namespace, blocks: list[Staged], now: int, seat: Seat) -> list[PutOutcome]:
+    def _put(
+        self, namespace: Namespace, blocks: list[Staged], now: int, seat: Seat, *, makes_room: bool
+    ) -> list[PutOutcome]:
         catalog = self._tier.catalog
         try:
             with catalog.read() as snapshot:
@@ -124,7 +128,7 @@ class Puts:
                 for block, known in zip(blocks, there, strict=True)
             ]
             fresh = [block for block, outcome in zip(blocks, settled, strict=True) if outcome is None]
-            stored = iter(self._put_fresh(namespace, fresh, totals, now, seat) if fresh else ())
+            stored = iter(self._put_fresh(namespace, fresh, totals, now, seat, makes_room=makes_room) if fresh else ())
             if is_settling_due:
                 seat.close()
                 catalog.settle_in_passing()
@@ -134,17 +138,17 @@ class Puts:
         return [outcome or next(stored) for outcome in settled]
 
     def _put_fresh(
-        self, namespace: Namespace, blocks: list[Staged], totals: Totals, now: int, seat: Seat
+        self, namespace: Namespace, blocks: list[Staged], totals: Totals, now: int, seat: Seat, *, makes_room: bool
     ) -> list[PutOutcome]:
         need = sum(block.size for block in blocks)
-        if not self._can_fit(need, totals):
+        if not self._can_fit(need, totals, makes_room=makes_room):
             if len(blocks) == 1:
                 return [PutOutcome.FULL]
             middle = len(blocks) // 2
-            first = self._put_fresh(namespace, blocks[:middle], totals, now, seat)
+            first = self._put_fresh(namespace, blocks[:middle], totals, now, seat, makes_room=makes_room)
             with self._tier.catalog.read() as snapshot:
                 totals = snapshot.totals()
-            return first + self._put_fresh(namespace, blocks[middle:], totals, now, seat)
+            return first + self._put_fresh(namespace, blocks[middle:], totals, now, seat, makes_room=makes_room)
         with self._staging(sum(block.value_bytes for block in blocks)) as memory:
             values: list[Buffer] = []
             end = 0
@@ -155,23 +159,32 @@ class Puts:
                 value = memory[start:end]
                 fill(value, namespace, block.block.key, block.payload, now, block.data_key)
                 values.append(value.data)
-            return self.publish(namespace, need, partial(_entries, blocks, now), values, seat)
+            return self.publish(namespace, need, partial(_entries, blocks, now), values, seat, makes_room=makes_room)
 
     def publish(
-        self, namespace: Namespace, need: int, numbered: Numbered, values: Sequence[Buffer], seat: Seat
+        self,
+        namespace: Namespace,
+        need: int,
+        numbered: Numbered,
+        values: Sequence[Buffer],
+        seat: Seat,
+        *,
+        makes_room: bool = True,
     ) -> list[PutOutcome]:
-        """Store values that occupy `need` bytes, and what the catalogue is to know of each, with room made before; one
-        outcome each. The `seat` is given up with the first commit.
+        """Store values that occupy `need` bytes, and what the catalogue is to know of each, with room made before
+        (unless not `makes_room`); one outcome each. The `seat` is given up with the first commit.
         """
-        won = self.patiently(partial(self._store_in_room, namespace, need, numbered, values, seat))
+        won = self.patiently(
+            partial(self._store_in_room, namespace, need, numbered, values, seat, makes_room=makes_room)
+        )
         return [PutOutcome.FULL] * len(values) if won is None else won
 
-    def _can_fit(self, need: int, totals: Totals) -> bool:
+    def _can_fit(self, need: int, totals: Totals, *, makes_room: bool) -> bool:
         """Whether `need` bytes find room, if need be after an eviction."""
         space = self._tier.current_space()
         with self._tier.environment.read() as txn:
             room = space.room(totals, tree_bytes(self._tier.catalog, txn))
-        evictable = totals.evictable if space.evicts else 0
+        evictable = totals.evictable if space.evicts and makes_room else 0
         return room is None or need + space.slack(need, 0) <= room + evictable
 
     def patiently(self, act: Callable[[int], T | None]) -> T | None:
@@ -223,11 +236,19 @@ class Puts:
         return done
 
     def _store_in_room(
-        self, namespace: Namespace, need: int, numbered: Numbered, values: Sequence[Buffer], seat: Seat, attempt: int
+        self,
+        namespace: Namespace,
+        need: int,
+        numbered: Numbered,
+        values: Sequence[Buffer],
+        seat: Seat,
+        attempt: int,
+        *,
+        makes_room: bool,
     ) -> list[PutOutcome] | None:
         space = self._tier.current_space()
         room = need + space.slack(need, attempt)
-        while evict(self._tier.catalog, space, room=room, most=max(need, space.chunk)):
+        while makes_room and evict(self._tier.catalog, space, room=room, most=max(need, space.chunk)):
             pass
         return self._store(namespace, need, numbered, values, seat)
 

@@ -141,6 +141,12 @@ class MemoryStore(BlockStore):
             return [entry is not None and not entry.has_expired(self._retention, cutoff) for entry in entries]
 
     def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
+        return self._put_all(namespace, blocks, evict=True)
+
+    def put_if_room(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
+        return self._put_all(namespace, blocks, evict=False)
+
+    def _put_all(self, namespace: Namespace, blocks: Sequence[BlockWrite], *, evict: bool) -> list[PutOutcome]:
         shelf = self._open()
         checked = [(block, namespace.check_write(block)) for block in blocks]
         if self._readonly:
@@ -150,10 +156,13 @@ class MemoryStore(BlockStore):
             if self._retention:
                 shelf.take_back(self._retention, self._allowance.take(len(blocks)))
             return [
-                self._put(shelf, (namespace.fingerprint, block.key), block, data.tobytes()) for block, data in checked
+                self._put(shelf, (namespace.fingerprint, block.key), block, data.tobytes(), evict=evict)
+                for block, data in checked
             ]
 
-    def _put(self, shelf: _Shelf, address: tuple[bytes, BlockKey], block: BlockWrite, data: bytes) -> PutOutcome:
+    def _put(
+        self, shelf: _Shelf, address: tuple[bytes, BlockKey], block: BlockWrite, data: bytes, *, evict: bool
+    ) -> PutOutcome:
         there = shelf.entries.get(address)
         if there is None and address in shelf.buried:
             return PutOutcome.REFUSED
@@ -164,7 +173,7 @@ class MemoryStore(BlockStore):
             there.used()
             return PutOutcome.EXISTS
         if self._capacity is not None:
-            if shelf.pinned + len(data) > self._capacity:
+            if (shelf.pinned if evict else shelf.used) + len(data) > self._capacity:
                 return PutOutcome.FULL
             while shelf.used + len(data) > self._capacity:
                 shelf.remove(shelf.oldest())

@@ -81,9 +81,11 @@ class _Block:
 
 
 def put_blocks(
-    tier: LocalTier, tree: NamespaceTree, writes: Sequence[tuple[BlockWrite, NDArray[np.uint8]]]
+    tier: LocalTier, tree: NamespaceTree, writes: Sequence[tuple[BlockWrite, NDArray[np.uint8]]], *, evict: bool = True
 ) -> list[PutOutcome]:
-    """Put blocks of one namespace, whose buffers have been checked; one outcome each, in order."""
+    """Put blocks of one namespace, whose buffers have been checked; one outcome each, in order. Not to `evict`: only
+    what finds room as it is.
+    """
     blocks: dict[bytes, _Block] = {}
     order = [address_of(tree.namespace, write.key) for write, _ in writes]
     for address, (write, payload) in zip(order, writes, strict=True):
@@ -92,7 +94,7 @@ def put_blocks(
     if tier.sealer is not None:
         _give_keys(tier.sealer, list(blocks.values()))
     reclaim_if_due(tier, RECLAIM_INTERVAL_S)
-    _run(tier, tree, [block for block in blocks.values() if block.outcome is None])
+    _run(tier, tree, [block for block in blocks.values() if block.outcome is None], evict=evict)
     outcomes: list[PutOutcome] = []
     for address in order:
         outcome = blocks[address].outcome or PutOutcome.FULL
@@ -120,12 +122,12 @@ def _give_keys(sealer: Sealer, blocks: Sequence[_Block]) -> None:
             block.outcome = PutOutcome.FAILED
 
 
-def _run(tier: LocalTier, tree: NamespaceTree, waiting: list[_Block]) -> None:
+def _run(tier: LocalTier, tree: NamespaceTree, waiting: list[_Block], *, evict: bool) -> None:
     most = min(2 * JOB_BYTES, _attainable(tier) // 32)
     deadline = 0.0
     while waiting:
         batch = _first(waiting, most)
-        moved = PutJob(tier, tree, batch).run()
+        moved = PutJob(tier, tree, batch, evict=evict).run()
         waiting = [block for block in waiting if block.outcome is None]
         if moved:
             deadline = 0.0
@@ -166,10 +168,13 @@ def make_room(tier: LocalTier) -> None:
 class PutJob:
     """One pass over a batch of blocks that fits a reservation. For one thread, once."""
 
-    def __init__(self, tier: LocalTier, tree: NamespaceTree | None, blocks: Sequence[_Block]) -> None:
+    def __init__(
+        self, tier: LocalTier, tree: NamespaceTree | None, blocks: Sequence[_Block], *, evict: bool = True
+    ) -> None:
         self._tier = tier
         self._tree = tree
         self._blocks = blocks
+        self._evicts = evict
         self._task = Undertaking(tier)
         self._notes_are_due = False
 
@@ -228,8 +233,10 @@ class PutJob:
             if room is None and not tier.keep_free:
                 return [], 0
             if room is not None:
-                most = room + totals.evictable + totals.reserved
+                most = room + (totals.evictable if self._evicts else 0) + totals.reserved
                 self._settle([block for block in self._open() if block.cost > most], PutOutcome.FULL)
+            if not self._evicts:
+                return [], 0
             need = sum(block.cost for block in self._open())
             shortage = 0 if room is None else need - room
             if self._blocks:

@@ -132,12 +132,18 @@ class LocalZarrStore(BlockStore):
                 return snapshot.alive(addresses)
 
     def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
+        return self._put(namespace, blocks, evict=True)
+
+    def put_if_room(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
+        return self._put(namespace, blocks, evict=False)
+
+    def _put(self, namespace: Namespace, blocks: Sequence[BlockWrite], *, evict: bool) -> list[PutOutcome]:
         with self._using() as tier:
             checked = [(block, namespace.check_write(block)) for block in blocks]
             if tier.readonly or tier.is_aside(namespace.fingerprint):
                 return [PutOutcome.FAILED] * len(blocks)
             take_back(tier, self._allowance, namespace, [block.key for block in blocks])
-            return put_blocks(tier, tier.tree(namespace), checked)
+            return put_blocks(tier, tier.tree(namespace), checked, evict=evict)
 
     def reseal_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[ResealOutcome]:
         with self._using() as tier:

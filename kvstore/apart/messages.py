@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 READS = frozenset({"get_many_into", "check_many"})
-WRITES = frozenset({"put_many", "reseal_many"})
+WRITES = frozenset({"put_many", "put_if_room", "reseal_many"})
 KEYS = frozenset({"contains_many", "of_later_version", "touch_many", "delete_many"})
 """Verbs about keys that are asked often enough for tuples in place of objects."""
 SCANS = frozenset({"next", "drop"})

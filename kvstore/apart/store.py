@@ -176,6 +176,9 @@ class StoreApart(BlockStore):
     def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
         return self._ask("put_many", namespace, blocks)
 
+    def put_if_room(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
+        return self._ask("put_if_room", namespace, blocks)
+
     def get_many_into(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
         return self._ask("get_many_into", namespace, blocks)
 
@@ -228,6 +231,9 @@ class StoreApart(BlockStore):
 
     def usage(self) -> Usage:
         return self._ask("usage")
+
+    def excess(self, capacity: int) -> int:
+        return self._ask("excess", capacity=capacity)
 
     def remove_unused(self, namespace: Namespace, infos: Sequence[BlockInfo]) -> list[bool]:
         return self._ask("remove_unused", namespace, list(infos))

@@ -58,9 +58,12 @@ def cp(
     one that is damaged stays behind, and is named. Both tiers may be in use. A copy that was interrupted goes on where
     it was when it is started again. The source is opened read-only.
 
-    A target under a capacity is filled, and the copy ends when it begins to evict (exit code 4), unless --evict. Exit
-    code 1 when a block was damaged, or refused by the target, when some of the source could not be looked into, or when
-    no block has the label.
+    A target under a capacity is filled, and the copy ends where something would have to go for the next block (exit
+    code 4): without --evict nothing does, and the same command again copies nothing more. Engines that store there
+    meanwhile evict as ever, copied blocks, too, and what was counted may be gone then.
+
+    Exit code 1 when a block was damaged, or refused by the target, when some of the source could not be looked into, or
+    when no block has the label.
     """
     source, target = TierURL.parse(source_url), TierURL.parse(target_url)
     _check_apart(source, target)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -177,6 +177,37 @@ def test_a_full_target_is_said_to_be_full(kind: str, tmp_path: Path, capsys: pyt
     assert there["blocks"] >= 4
     told = machine(capsys, "cp", source, target, "--evict")
     assert (told["ok"], told["full"]) == (True, False)
+
+
+@pytest.mark.parametrize("kind", ["file", "lmdb"])
+@pytest.mark.parametrize("own", [0, 60])
+def test_a_copy_into_a_full_target_takes_nothing_away_and_is_over(
+    kind: str, own: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without --evict: what is copied is there, so is what was, and the same command again changes nothing."""
+    source, target = f"file://{tmp_path}/source", f"{kind}://{tmp_path}/target"
+    keys = block_keys(range(4 * 200), 4)
+    with kvstore.open_store(source) as store:
+        store.put_many(LARGE, [BlockWrite(key, bytes(65536)) for key in keys[:140]])
+    with kvstore.open_store(f"{target}?capacity=9MiB") as store:
+        store.put_many(LARGE, [BlockWrite(key, bytes(65536)) for key in keys[140 : 140 + own]])
+    told = machine_of_full(capsys, "cp", source, target)
+    with kvstore.open_store(target, readonly=True) as store:
+        assert store.usage().blocks == own + told["copied"]
+        assert all(store.contains_many(LARGE, keys[140 : 140 + own]))
+    assert 90 < own + told["copied"] < 140
+    for _ in range(2):
+        assert machine_of_full(capsys, "cp", source, target)["copied"] == 0
+    with kvstore.open_store(target, readonly=True) as store:
+        assert store.usage().blocks == own + told["copied"]
+
+
+def machine_of_full(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
+    capsys.readouterr()
+    assert run([*args, "--json"]) == EXIT_FULL
+    out, err = capsys.readouterr()
+    assert "is full" in err
+    return json.loads(out)
 
 
 def test_what_makes_no_sense_is_refused(tier: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
