@@ -59,7 +59,8 @@ def show(
     """Show one block of the tier at URL, whose digest begins with DIGEST, or a whole prefix: what the tier knows of it,
     its axes, and what the keys and values of each layer are like.
 
-    The tier is opened read-only, and what is read is checked. Exit code 1 where a block fails its checks.
+    The tier is opened read-only, and what is read is checked. A block that fails its checks is named and left out, with
+    exit code 1.
     """
     if (digest is None) == (label is None):
         raise click.UsageError("give the DIGEST of a block, or --label; `kvstore ls URL --tree` lists both")
@@ -73,15 +74,17 @@ def show(
     tier = TierURL.parse(url)
     with open_to_inspect(tier) as store, Inspection(store, str(tier), owned=False) as look:
         view = _found(look, find, name, model_config)
-        try:
-            numbers = view.statistics()
-        except DamagedBlockError as error:
-            click.echo(f"kvstore: {error}", err=True)
-            ctx.exit(EXIT_NOT_INTACT)
+        damaged: list[DamagedBlockError] = []
+        numbers = view.statistics(damaged.append)
         if as_json:
-            emit_json({"url": str(tier)} | _as_json(view) | {"layers": [_finite(each) for each in numbers]})
+            layers = {"layers": [_finite(each) for each in numbers], "damaged": list(map(str, damaged))}
+            emit_json({"url": str(tier)} | _as_json(view) | layers)
         else:
             _show(tier, view, numbers)
+        for error in damaged:
+            click.echo(f"kvstore: {error}", err=True)
+        if damaged:
+            ctx.exit(EXIT_NOT_INTACT)
 
 
 def _found(look: Inspection, find: Callable[[NamespaceView], View], name: str | None, model_config: str | None) -> View:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvstore.errors import DamagedBlockError
 from kvstore.inspect.axes import tokens_of
 from kvstore.inspect.needs import needed
 from kvstore.inspect.view import KVView
@@ -14,7 +15,7 @@ from kvstore.types import NO_POSITION
 from kvstore.url import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
     import xarray
@@ -103,10 +104,19 @@ class BlockView(KVView):
 
         return block_array(self, dtype)
 
-    def statistics(self) -> list[LayerStatistics]:
-        """What the numbers of each layer are like; `pandas.DataFrame` takes the list as it is."""
+    def statistics(self, damaged: Callable[[DamagedBlockError], object] | None = None) -> list[LayerStatistics]:
+        """What the numbers of each layer are like; `pandas.DataFrame` takes the list as it is.
+
+        Where the block fails its checks, and `damaged` is given, that is told of it, and nothing else comes back.
+        """
         from kvstore.inspect.statistics import statistics_of
 
+        if damaged is not None:
+            try:
+                self._data()
+            except DamagedBlockError as error:
+                damaged(error)
+                return []
         return statistics_of(self.axes, [self._data()])
 
     def read_each(self, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:

@@ -126,7 +126,7 @@ class NamespaceView(View):
         one prefix is.
         """
         if label is None and which not in self.scanned.labels():
-            return self._prefix(self.scanned.block(which, group))
+            return self._prefix(self._named(which, group))
         wanted = which if label is None else label
         ends = self.scanned.ends(wanted, group)
         if len(ends) == 1:
@@ -140,6 +140,13 @@ class NamespaceView(View):
         raise NotStoredError(
             f"{place}: no block of group {group} is labelled {wanted!r}. Labels: {listing(self.scanned.labels())}"
         )
+
+    def _named(self, which: str, group: int) -> BlockInfo:
+        try:
+            return self.scanned.block(which, group)
+        except NotStoredError as error:
+            labels = self.scanned.labels()
+            raise NotStoredError(f"{error}. Labels: {listing(labels)}") if labels else error from None
 
     def _prefix(self, end: BlockInfo) -> PrefixView:
         return PrefixView(self._reader, self.namespace, self.scanned.chain(end), self.axes(end.key.group))

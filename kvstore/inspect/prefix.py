@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
+from kvstore.errors import DamagedBlockError
 from kvstore.inspect.axes import tokens_of
 from kvstore.inspect.block import BlockView
 from kvstore.inspect.needs import needed
@@ -13,7 +14,7 @@ from kvstore.types import NO_PARENT, NO_POSITION
 from kvstore.url import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import numpy as np
     import pandas as pd
@@ -32,8 +33,9 @@ __all__ = ["PrefixView"]
 class PrefixView(KVView):
     """Blocks of one KV-cache group that follow each other, `infos`, up to the one that names the prefix.
 
-    Iterating gives a `BlockView` for each; `view[3]` is one of them. `complete` says whether they begin at position 0;
-    where they do not, what came before is not stored any more. What reads raises what `BlockView` does. Thread-safe.
+    Iterating gives a `BlockView` for each; `view[3]` is one of them, `view[1:3]` a view of some. `complete` says whether
+    they begin at position 0; where they do not, what came before is not stored any more. What reads raises what
+    `BlockView` does. Thread-safe.
     """
 
     def __init__(self, reader: BlockReader, namespace: Namespace, infos: Sequence[BlockInfo], axes: Axes) -> None:
@@ -88,11 +90,24 @@ class PrefixView(KVView):
 
         return prefix_array(self, dtype)
 
-    def statistics(self) -> list[LayerStatistics]:
-        """What the numbers of each layer are like, over all blocks, which are read one after another."""
+    def statistics(self, damaged: Callable[[DamagedBlockError], object] | None = None) -> list[LayerStatistics]:
+        """What the numbers of each layer are like, over all blocks, which are read one after another.
+
+        A block that fails its checks is left out, and told to `damaged`; without that it is raised.
+        """
         from kvstore.inspect.statistics import statistics_of
 
-        return statistics_of(self.axes, self.read_each(range(len(self.infos))))
+        every = range(len(self.infos))
+        return statistics_of(self.axes, self.read_each(every) if damaged is None else self._intact(every, damaged))
+
+    def _intact(
+        self, numbers: Iterable[int], damaged: Callable[[DamagedBlockError], object]
+    ) -> Iterator[NDArray[np.uint8]]:
+        for number in numbers:
+            try:
+                yield from self.read_each([number])
+            except DamagedBlockError as error:
+                damaged(error)
 
     def read_each(self, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
         """For `kvstore.inspect.lazy`: the bytes of blocks by their place in `infos`."""
@@ -104,8 +119,23 @@ class PrefixView(KVView):
     def __iter__(self) -> Iterator[BlockView]:
         return (self[number] for number in range(len(self.infos)))
 
-    def __getitem__(self, number: int) -> BlockView:
-        return BlockView(self._reader, self.namespace, self.infos[number], self.axes)
+    @overload
+    def __getitem__(self, number: int) -> BlockView: ...
+    @overload
+    def __getitem__(self, number: slice) -> PrefixView: ...
+    def __getitem__(self, number: int | slice) -> BlockView | PrefixView:
+        """One block, or a view of those that follow each other from one to another."""
+        if not isinstance(number, slice):
+            if not -len(self.infos) <= number < len(self.infos):
+                raise IndexError(f"{self!r}: there is no block {number}: they are counted from 0 to {len(self) - 1}")
+            return BlockView(self._reader, self.namespace, self.infos[number], self.axes)
+        some = self.infos[number]
+        if number.step not in (None, 1) or not some:
+            raise IndexError(
+                f"{self!r}: blocks {number.start} to {number.stop}, step {number.step}, are no blocks that follow each"
+                f" other: name some of 0 to {len(self) - 1}, in steps of 1"
+            )
+        return PrefixView(self._reader, self.namespace, some, self.axes)
 
     def __repr__(self) -> str:
         start = self.infos[0].position

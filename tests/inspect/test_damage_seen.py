@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import pytest
 from inspect_helpers import KEYS, SPACE, looking, store_prompt
 
 import kvstore.inspect
-from kvstore import TierURL, open_store
+from kvstore import Mark, TierURL, open_store
 from kvstore.cli import EXIT_NOT_INTACT, run
 from kvstore.errors import DamagedBlockError, KVStoreError, NotStoredError
 
@@ -105,5 +106,57 @@ def test_the_command_says_so_with_its_exit_code(tmp_path: Path, capsys: pytest.C
     flip(url, 4)
     assert run(["show", url, KEYS[4].digest.hex()]) == EXIT_NOT_INTACT
     shown = capsys.readouterr()
-    assert (shown.out, KEYS[4].digest.hex() in shown.err) == ("", True)
+    assert ("absmax" in shown.out, KEYS[4].digest.hex() in shown.err) == (False, True)
     assert run(["show", url, KEYS[5].digest.hex()]) == 0
+
+
+def test_one_damaged_block_does_not_hide_the_numbers_and_the_facts_of_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, told = f"file://{tmp_path}/kv", list[DamagedBlockError]()
+    with looking(url, SPACE) as look:
+        every = look.namespace().prefix(KEYS[-1].digest.hex()).statistics()
+    flip(url, 4)
+    with kvstore.inspect.open(url) as look:
+        prefix = look.namespace().prefix(KEYS[-1].digest.hex())
+        others = prefix.statistics(told.append)
+        assert [KEYS[4].digest.hex() in str(error) for error in told] == [True]
+        assert len(others) == len(every) > 0
+        assert others != every
+        assert prefix[5:].statistics()
+    assert run(["show", url, KEYS[-1].digest.hex(), "--prefix"]) == EXIT_NOT_INTACT
+    out, err = capsys.readouterr()
+    assert KEYS[-1].digest.hex() in out
+    assert "absmax" in out
+    assert err.count(KEYS[4].digest.hex()) == 1
+    assert run(["show", url, KEYS[4].digest.hex(), "--json"]) == EXIT_NOT_INTACT
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["digest"], shown["layers"], len(shown["damaged"])) == (KEYS[4].digest.hex(), [], 1)
+
+
+def test_blocks_of_a_prefix_by_number_and_by_slice(tmp_path: Path) -> None:
+    with looking(f"file://{tmp_path}/kv", SPACE) as look:
+        space = look.namespace()
+        prefix = space.prefix(KEYS[-1].digest.hex())
+        assert prefix[1:3].keys == KEYS[1:3]
+        assert prefix[-2:].digest == prefix.digest
+        assert prefix[:3].complete
+        assert not prefix[1:3].complete
+        for which in (slice(0, 4, 2), slice(3, 3), slice(100, 200)):
+            with pytest.raises(IndexError, match="name some of 0 to 9, in steps of 1"):
+                _ = prefix[which]
+        with pytest.raises(IndexError, match=r"PrefixView.*there is no block 1000: they are counted from 0 to 9"):
+            _ = prefix[1000]
+
+
+def test_who_asks_for_a_prefix_by_a_label_that_is_none_is_told_those_there_are(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/kv"
+    with looking(url, SPACE):
+        pass
+    with open_store(url) as store:
+        store.mark_many(SPACE, KEYS[:2], Mark("handbook"))
+    with (
+        kvstore.inspect.open(url) as look,
+        pytest.raises(NotStoredError, match=r"begins with 'handbok'.*Labels: handbook"),
+    ):
+        look.namespace().prefix("handbok")
