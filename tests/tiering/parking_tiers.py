@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 BLOCK = 256
 SPACE = Namespace("model", "1", (BlockLayout.opaque(BLOCK),), block_tokens=16)
 PROMPT = keys(24)
-TIMED = ("blocking", "breaker", "manager", "questions", "secondary", "transfer")
+TIMED = ("blocking", "breaker", "manager", "questions", "secondary", "transit", "pool")
 TIERS = 3
 HANGS = 2  # the tier that can hang on a network
 LOOKUP_TIMEOUT, LOAD_TIMEOUT, SLOT_TIMEOUT, MISS_AGE, HOLD = 0.2, 0.5, 0.3, 0.2, 0.1
