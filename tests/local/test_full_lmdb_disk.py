@@ -80,7 +80,7 @@ def test_the_disk_is_named_and_what_helps_does(
 def test_few_free_pages_are_enough_to_take_blocks_out_one_by_one(
     disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    give_back(disk, 128 * KIB)
+    give_back(disk, 64 * KIB)
     assert run(["gc", f"lmdb://{disk}/kv", "--capacity", "4MB", "--yes"]) == EXIT_OK, said(capsys)
     assert count(disk) < 70
 
