@@ -45,6 +45,7 @@ BLOCKS = "blocks"
 
 NAMES = (BLOCKS, *DATABASES)
 _FILES = ("data.mdb", "lock.mdb")
+_UNCHANGED = "nothing was changed"
 _log = logging.getLogger("kvstore.lmdb")
 
 
@@ -241,7 +242,7 @@ def _shrink(presence: Presence, space: Space, mode: int) -> None:
     path = presence.directory / "data.mdb"
     if not path.exists() or path.stat().st_size <= space.map_size:
         return
-    changed = "nothing was changed"
+    changed = _UNCHANGED
     try:
         check_replaceable(presence.directory)  # before a block goes for it
         failure, changed = _shrunk(presence.directory, space, mode)
@@ -271,7 +272,7 @@ def _shrunk(directory: Path, space: Space, mode: int) -> tuple[OSError | None, s
         lacking = 2 * copy - environment.attainable_bytes()
         if lacking > 0:
             why = f"{os.strerror(errno.ENOSPC)} ({lacking} bytes too few)"
-            return OSError(errno.ENOSPC, why, str(directory / "data.mdb")), "nothing was changed"
+            return OSError(errno.ENOSPC, why, str(directory / "data.mdb")), _UNCHANGED
         catalog.prepare(space.capacity, alone=True)
         if not _evict_patiently(catalog, space):
             failures.append(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory / "data.mdb")))
@@ -299,7 +300,10 @@ def _put_back(catalog: Catalog, before: Totals) -> str:
         change.restore_capacity(before)
         kept = "is as it was"
     with catalog.read() as snapshot:
-        return f"{before.blocks - snapshot.totals().blocks} blocks went for it, and the capacity {kept}"
+        after = snapshot.totals()
+    if (after.blocks, after.capacity) == (before.blocks, before.capacity):
+        return _UNCHANGED
+    return f"{before.blocks - after.blocks} blocks went for it, and the capacity {kept}"
 
 
 def _unreadable(catalog: Catalog) -> tuple[str, ...]:

@@ -85,7 +85,11 @@ def test_few_free_pages_are_enough_to_take_blocks_out_one_by_one(
     assert count(disk) < 70
 
 
-@pytest.mark.parametrize(("free", "capacity"), [(0, 8 * MIB), (256 * KIB, 14 * MIB)], ids=["no page", "no copy"])
+@pytest.mark.parametrize(
+    ("free", "capacity"),
+    [(0, 8 * MIB), (32 * KIB, 8 * MIB), (256 * KIB, 14 * MIB)],
+    ids=["no page", "too few pages for a block to go", "no copy"],
+)
 def test_a_lower_capacity_for_which_there_is_no_room_changes_nothing(disk: Path, free: int, capacity: int) -> None:
     give_back(disk, free)
     with pytest.raises(StoreFullError, match="nothing was changed"):
@@ -95,7 +99,7 @@ def test_a_lower_capacity_for_which_there_is_no_room_changes_nothing(disk: Path,
 
 
 def test_a_lower_capacity_for_which_there_is_room_holds(disk: Path) -> None:
-    give_back(disk, 256 * KIB)
+    give_back(disk, 96 * KIB)
     with open_store(f"lmdb://{disk}/kv", capacity=8 * MIB) as store:
         assert 100 < store.usage().blocks < 120
         assert len(get(store, range(BLOCKS))) == BLOCKS
