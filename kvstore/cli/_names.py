@@ -43,15 +43,16 @@ def marks_of(store: BlockStore) -> set[Mark]:
     return {mark for space in store.namespaces() for info in store.scan_marked(space, Mark()) for mark in info.marks}
 
 
-def no_block_has(mark: Mark, where: str, there: Iterable[Mark]) -> str:
-    """For a label or a tenant that was mistyped: what there is."""
+def no_block_has(mark: Mark, where: str, there: Iterable[Mark] | None) -> str:
+    """For a label or a tenant that was mistyped: what there is; None where the tiers keep no list of them."""
     asked = [f"{what} {text!r}" for what, text in (("label", mark.label), ("tenant", mark.tenant)) if text]
-    known, has = list(there), [f"no block has the {' and the '.join(asked)}"]
+    known, has = list(there or ()), [f"no block has the {' and the '.join(asked)}"]
     if mark.label:
         has.append(f"labels: {listing({one.label for one in known if one.label})}")
     if mark.tenant:
         has.append(f"tenants: {listing({one.tenant for one in known if one.tenant})}")
-    return f"kvstore: {where}: {has[0]}. There are {'; '.join(has[1:])}"
+    listed = "" if there is None else f". There are {'; '.join(has[1:])}"
+    return f"kvstore: {where}: {has[0]}{listed}"
 
 
 def address_json(namespace: Namespace, key: BlockKey) -> dict[str, Any]:

@@ -137,12 +137,13 @@ def _unknown(tiers: Sequence[TierURL], done: Receipt) -> str:
     mark = done.asked.mark
     if mark == Mark() or not done.nothing_found or any(tier.failed for tier in done.tiers):
         return ""
-    there = set[Mark]()
+    there, kept = set[Mark](), False
     for tier in tiers:
         with open_store(tier, readonly=True) as store:
-            there |= marks_of(store)
+            there |= marks_of(store) if store.capabilities.marks else set()
+            kept |= store.capabilities.marks
     known = any(mark.names(one) for one in there)  # by blocks that are younger, or in another namespace
-    return "" if known else no_block_has(mark, ", ".join(map(str, tiers)), there)
+    return "" if known else no_block_has(mark, ", ".join(map(str, tiers)), there if kept else None)
 
 
 def _print(receipt: Receipt, *, as_json: bool) -> bool:

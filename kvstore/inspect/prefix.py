@@ -33,8 +33,8 @@ __all__ = ["PrefixView"]
 class PrefixView(KVView):
     """Blocks of one KV-cache group that follow each other, `infos`, up to the one that names the prefix.
 
-    Iterating gives a `BlockView` for each; `view[3]` is one of them, `view[1:3]` a view of some. `complete` says whether
-    they begin at position 0; where they do not, what came before is not stored any more. What reads raises what
+    Iterating gives a `BlockView` for each; `view[3]` is one of them, `view[1:3]` a view of some. `complete` says
+    whether they begin at position 0; where they do not, what came before is not stored any more. What reads raises what
     `BlockView` does. Thread-safe.
     """
 

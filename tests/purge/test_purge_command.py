@@ -423,3 +423,11 @@ def test_a_block_that_could_not_be_removed_is_left_though_its_writers_clock_was_
     monkeypatch.setattr("kvstore_lmdb.LMDBStore.purge_many", lambda *_, **__: [False, False])
     (tier,) = purge([url], Request(all=True), dry_run=False).tiers
     assert (tier.left, tier.stored_since, tier.complete) == (2, 0, False)
+
+
+def test_a_tenant_whose_blocks_only_keys_tell_of_is_said_to_have_none_without_a_list(
+    shared_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["purge", shared_url, "--tenant", "acmee", "--yes"]) == EXIT_NOT_INTACT
+    assert capsys.readouterr().err.endswith("no block has the tenant 'acmee'\n")
+    assert run(["purge", shared_url, "--tenant", "acme", "--yes"]) == EXIT_OK
