@@ -94,7 +94,7 @@ def exit_of(target: Callable[..., None], *arguments: object) -> int | None:
     return exitcode
 
 
-@pytest.mark.parametrize("mode", ["0666", "0660"])
+@pytest.mark.parametrize("mode", ["0666", pytest.param("0660", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "url", ["file://{}?mode=", "lmdb://{}?mode=", "file://{}?remote=true&mode="], ids=["file", "lmdb", "remote"]
 )

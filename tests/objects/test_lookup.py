@@ -140,10 +140,10 @@ class Slow(Bucket):
 
 def test_a_store_that_lists_slowly_is_asked_and_one_that_answers_slowly_is_listed() -> None:
     names = bucket_of(12_000).names
-    slow_lists, slow_answers = Slow(set(names), 0.1, 0.001), Slow(set(names), 0.005, 0.02)
+    slow_lists, slow_answers = Slow(set(names), 0.1, 0.001), Slow(set(names), 0.001, 0.02)
     wanted = asked(slow_lists)
     sent: list[dict[str, int]] = []
-    for bucket, believed in ((slow_lists, 0.02), (slow_answers, 0.2)):
+    for bucket, believed in ((slow_lists, 0.02), (slow_answers, 0.5)):
         lookup = Lookup(bucket, 0)
         lookup._page_s, lookup._ask_s = believed, 0.001
         for _ in range(4):
