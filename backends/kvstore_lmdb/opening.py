@@ -23,6 +23,7 @@ from kvstore.errors import (
     StoreOpenError,
 )
 from kvstore.files import is_draft_of, make_folder
+from kvstore.nesting import check_in_none
 from kvstore.presence import Presence, State, explained, is_presence_file, mode_of
 from kvstore.records import Totals, generation_of
 from kvstore.retention import Retention
@@ -175,6 +176,8 @@ def _wanted_capacity(url: TierURL, directory: Path) -> int | None:
 def _make_directory(directory: Path, *, readonly: bool, mode: int) -> None:
     if directory.is_symlink() and not directory.exists():
         raise NotAStoreError(f"{directory} is a dangling symlink to {directory.readlink()}: make what it points to")
+    if not (readonly or (directory.is_dir() and any(directory.iterdir()))):
+        check_in_none(directory, f"lmdb://{directory}")
     if not directory.exists():
         if readonly:
             raise StoreNotFoundError(f"{directory} does not exist, and read-only creates nothing")

@@ -26,6 +26,7 @@ from kvstore.errors import (
 from kvstore.files import is_draft_of, make_folder, sweep_drafts
 from kvstore.growth import Growth
 from kvstore.namespace import FINGERPRINT_BYTES
+from kvstore.nesting import check_in_none
 from kvstore.presence import Presence, State, explained, mode_of
 from kvstore.retention import Retention
 from kvstore.sealing import PLAIN, open_sealer, record_seal
@@ -133,6 +134,8 @@ def _check_location(root: Path, url: TierURL) -> Sealer | None:
                 else ("has no tier in it: check the path; a read-only opening makes none")
             )
             raise StoreNotFoundError(f"{root} {lacks}")
+    if not (known or names):
+        check_in_none(root, str(url))
     trees = namespaces_in(root)[0] if names else []  # a later format is an error before anything is touched
     there = next(path for path in (root / DRAFTS, root, *root.parents) if path.is_dir())
     wanted = LEAST_CAPACITY if capacity is None else capacity.resolve(there)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore.errors import ConfigurationError, KVStoreError
+from kvstore.nesting import LOOKED_AT, what_is_above
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -21,17 +22,17 @@ if TYPE_CHECKING:
     from kvstore.objects.client import ObjectClient
     from kvstore.url import TierURL
 
-__all__ = ["check_apart", "check_in_no_tier"]
+__all__ = ["check_apart", "check_in_no_tier", "check_tiers_apart"]
 
 _LOCAL = ("file", "lmdb", "local")
 _ONE = {"s3a": "s3", "gcs": "gs", "abfs": "az", "ssh": "sftp"}
 """Schemes that are another's second name."""
+_FLAT = ("memory", "redis", "rediss", "valkey", "valkeys")
+"""Schemes of whose locations none lies within another."""
 _NAMESPACE = re.compile("[0-9a-f]{32}")
 _DOCUMENT = "zarr.json"
 _OF_A_TIER = b'"digest_words"'
 """What a namespace's document has, and no other."""
-LOOKED_AT = 4
-"""Folders beside an archive that may be namespaces, of which the documents are read."""
 DEEPEST = 3
 """So far above what stands in a namespace's folder that folder may be: its groups, and their folders, come between."""
 
@@ -51,6 +52,22 @@ def check_apart(place: ArchivePlace, tier: TierURL) -> None:
     )
 
 
+def check_tiers_apart(source: TierURL, target: TierURL) -> None:
+    """Raise `ConfigurationError` where two tiers are one, by whichever names, or the one lies within the other."""
+    if _kind(source) != _kind(target):
+        return
+    one, other = _parts(source), _parts(target)
+    shorter = min(len(one), len(other))
+    if one[:shorter] != other[:shorter] or (source.scheme in _FLAT and len(one) != len(other)):
+        return
+    if len(one) == len(other):
+        raise ConfigurationError(f"source and target are one tier: {source}, {target}")
+    raise ConfigurationError(
+        f"the tiers {source} and {target}: the one stands within the other, and who removes the one would take the"
+        " other along: give each a folder of its own, side by side"
+    )
+
+
 def check_in_no_tier(place: ArchivePlace) -> None:
     """Raise `ConfigurationError` where an archive would come to stand in a tier, as far as what is above it tells."""
     if _is_tier_above(place):
@@ -64,10 +81,8 @@ def _is_tier_above(place: ArchivePlace) -> bool:
     location = place.url.location.rstrip("/")
     if place.url.scheme in _LOCAL:
         location = os.path.realpath(location)
-        folders = list(Path(location).parents)
-        records = [folder / ".kvstore" for folder in folders] + [folder / "data.mdb" for folder in folders]
-        if any(map(os.path.exists, records)):
-            return True
+        found = what_is_above(Path(location))
+        return found is not None and found[0] == "a tier"
     above = location.split("/")[:-1]
     named = [end for end in range(len(above), 0, -1)[:DEEPEST] if _NAMESPACE.fullmatch(above[end - 1])]
     return _has_namespace(place, above, _beside) or any(

@@ -8,6 +8,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,7 +17,8 @@ from kvstore.cli._output import printable
 from kvstore.inspect.opening import open_to_look, with_own_capacity
 from kvstore.inspect.summary import NamespaceSummary, summaries
 from kvstore.inspect.wording import age
-from kvstore.url import format_size
+from kvstore.registry import open_store
+from kvstore.url import MODE, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
@@ -33,6 +35,7 @@ __all__ = [
     "as_it_is",
     "emit_json",
     "json_option",
+    "open_to_fill",
     "open_to_inspect",
     "print_table",
     "print_unseen",
@@ -64,6 +67,31 @@ def as_it_is(url: TierURL) -> TierURL:
     if note:
         click.echo(f"note: {note}", err=True)
     return own
+
+
+@contextmanager
+def open_to_fill(url: TierURL) -> Generator[BlockStore]:
+    """A tier that a command puts blocks into, made where there is none. Where the body raises before anything came into
+    a local tier that was made for it, that is taken away again, unless others have it open.
+    """
+    from kvstore.bench.footprint import Footprint
+    from kvstore.presence import is_presence_file
+
+    tier, path = as_it_is(url), Path(url.location)
+    footprint = Footprint.of(path) if path.is_absolute() else None
+    store = open_store(tier)
+    made = frozenset[str]()
+    if footprint is not None and footprint.before <= {"lost+found"} and store.capabilities.capacity_is_exact:
+        made = footprint.made()
+    try:
+        with store:
+            yield store
+    except Exception:
+        if footprint is not None and made:
+            now = footprint.made()
+            if all(name in made or is_presence_file(name) for name in now):
+                footprint.remove(now, store.url.option(MODE))
+        raise
 
 
 def emit_json(value: object) -> None:

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvstore.cli import EXIT_FULL, EXIT_NOT_INTACT
-from kvstore.cli._common import age, as_it_is, emit_json, open_to_inspect, print_table, progress
+from kvstore.cli._common import age, emit_json, open_to_fill, open_to_inspect, print_table, progress
 from kvstore.cli._names import address_json, matching_namespaces
 from kvstore.cli._output import printable
 from kvstore.cli._restored import exit_as, marking, show_reports
 from kvstore.cli._selection import selected, selecting
 from kvstore.errors import StoreFullError
-from kvstore.registry import open_store
 from kvstore.url import TierURL, format_size, parse_duration
 
 if TYPE_CHECKING:
@@ -212,7 +211,7 @@ def restore(
 
     with archives.open_archive(archive_url) as opened:
         blocks = opened.info.blocks
-    with open_store(as_it_is(TierURL.parse(tier_url))) as store, progress("restoring", blocks) as advance:
+    with open_to_fill(TierURL.parse(tier_url)) as store, progress("restoring", blocks) as advance:
         report = archives.restore(archive_url, store, tenant=tenant, pin=pin, progress=advance)
     show_reports([report], str(store.url), as_json=as_json, several=False)
     exit_as(ctx, [report])

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvstore.archive.overlapping import check_tiers_apart
 from kvstore.cli import EXIT_FULL, EXIT_NOT_INTACT
-from kvstore.cli._common import as_it_is, emit_json, json_option, open_to_inspect, print_table, print_unseen, progress
+from kvstore.cli._common import (
+    emit_json,
+    json_option,
+    open_to_fill,
+    open_to_inspect,
+    print_table,
+    print_unseen,
+    progress,
+)
 from kvstore.cli._names import address_json, has_mark, marks_of, matching_namespaces, no_block_has
 from kvstore.cli._output import printable
 from kvstore.copying import THREADS, Fate, copy
@@ -18,6 +28,8 @@ from kvstore.registry import backend_class, open_store
 from kvstore.url import READONLY, TierURL, format_size
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from kvstore.abc import BlockStore
     from kvstore.copying import CopyReport
 
@@ -109,18 +121,22 @@ def _check_apart(source: TierURL, target: TierURL) -> None:
     checked = target.validated(backend_class(target).options)
     if checked.option(READONLY):
         raise InvalidOptionError(f"{target}: a copy writes into its target: leave out readonly")
-    if backend_class(source) is backend_class(target) and source.location.rstrip("/") == target.location.rstrip("/"):
-        raise click.UsageError(f"source and target are one tier: {source}")
+    check_tiers_apart(source, target)
 
 
-def _open_target(target: TierURL, dry_run: bool) -> BlockStore:
+@contextmanager
+def _open_target(target: TierURL, dry_run: bool) -> Generator[BlockStore]:
     if not dry_run:
-        return open_store(as_it_is(target))
+        with open_to_fill(target) as store:
+            yield store
+        return
     options = {name: value for name, value in target.raw_options.items() if name not in ("capacity", "readonly")}
     try:
-        return open_store(replace(target, raw_options={**options, "readonly": True}))
+        store = open_store(replace(target, raw_options={**options, "readonly": True}))
     except StoreNotFoundError:
-        return open_store("memory://kvstore-cp-nothing-there")  # an empty tier, which nobody else opens
+        store = open_store("memory://kvstore-cp-nothing-there")  # an empty tier, which nobody else opens
+    with store:
+        yield store
 
 
 def _as_json(source: TierURL, target: TierURL, report: CopyReport, dry_run: bool) -> dict[str, Any]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import click
 
-from kvstore.cli._common import as_it_is, json_option, progress
+from kvstore.cli._common import json_option, open_to_fill, progress
 from kvstore.cli._names import matching_namespaces
 from kvstore.cli._restored import exit_as, marking, show_reports
-from kvstore.registry import open_store
 from kvstore.url import TierURL
 
 __all__ = ["warm"]
@@ -39,7 +38,7 @@ def warm(
     """
     from kvstore import archive as archives
 
-    with open_store(as_it_is(TierURL.parse(tier_url))) as store:
+    with open_to_fill(TierURL.parse(tier_url)) as store:
         space = None if prefix is None else matching_namespaces(store, prefix)[0]
         total = 0
         for url in archive_urls:

@@ -15,7 +15,9 @@ from cli_helpers import KEYS, LARGE, MODEL, OTHER, damage, machine, tree
 
 import kvstore
 from kvstore import BlockLayout, BlockWrite, Mark, Namespace, block_keys
+from kvstore.archive import create, select
 from kvstore.cli import EXIT_FULL, EXIT_NOT_INTACT, EXIT_OK, EXIT_USAGE, run
+from kvstore.errors import ConfigurationError
 from kvstore.registry import backend_class
 from kvstore.url import TierURL
 
@@ -278,3 +280,85 @@ def test_a_copy_says_how_far_it_is(
     out, err = capsys.readouterr()
     assert json.loads(out)["copied"] == 2
     assert err == "copying: 2\n"
+
+
+@pytest.mark.parametrize("kind", ["file", "lmdb"])
+def test_a_copy_that_is_refused_leaves_no_tier(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPERATORS_KEY", bytes(range(32)).hex())
+    source = f"file://{tmp_path}/sealed?encryption=env:OPERATORS_KEY&keyring={tmp_path}/keyring"
+    with kvstore.open_store(source) as store:
+        store.put_many(LARGE, [BlockWrite(KEYS[0], bytes(65536))])
+    (tmp_path / "mount").mkdir()
+    for place in ("plain", "a/b/plain", "mount"):
+        assert run(["cp", source, f"{kind}://{tmp_path}/{place}"]) == EXIT_USAGE
+        assert "--plaintext" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"sealed", "keyring", "keyring.lock", "mount"}
+    assert list((tmp_path / "mount").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["file", "lmdb"])
+def test_a_tier_that_was_there_stays_where_a_copy_is_refused(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPERATORS_KEY", bytes(range(32)).hex())
+    source = f"file://{tmp_path}/sealed?encryption=env:OPERATORS_KEY&keyring={tmp_path}/keyring"
+    target = f"{kind}://{tmp_path}/plain"
+    for url in (source, target):
+        with kvstore.open_store(url) as store:
+            store.put_many(LARGE, [BlockWrite(KEYS[0], bytes(65536))] if url == source else [])
+    assert run(["cp", source, target]) == EXIT_USAGE
+    with kvstore.open_store(target, readonly=True) as store:
+        assert store.usage().blocks == 0
+
+
+@pytest.mark.parametrize("kind", ["file", "lmdb"])
+def test_a_tier_by_two_names_is_one_and_none_is_made_within_another(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "name").symlink_to(tmp_path / "real")
+    source = f"{kind}://{tmp_path}/real/kv"
+    with kvstore.open_store(source) as store:
+        store.put_many(LARGE, [BlockWrite(KEYS[0], bytes(65536))])
+    before = tree(tmp_path)
+    for target, why in (
+        (f"{kind}://{tmp_path}/name/kv", "source and target are one tier"),
+        (f"file://{tmp_path}/name/kv/sub", "the one stands within the other"),
+        (f"lmdb://{tmp_path}/real/kv/a/b", "the one stands within the other"),
+        (f"file://{tmp_path}/name", "the one stands within the other"),
+    ):
+        assert run(["cp", source, target]) == EXIT_USAGE
+        assert why in capsys.readouterr().err
+    assert blocks(tree(tmp_path)).keys() == blocks(before).keys()
+
+
+@pytest.mark.parametrize("kind", ["file", "lmdb"])
+@pytest.mark.parametrize("outer", ["file", "lmdb", "shared", "archive"])
+def test_no_tier_is_made_in_a_tier_or_an_archive(kind: str, outer: str, tmp_path: Path) -> None:
+    plain = f"{outer}://{tmp_path}/kv" if outer in ("file", "lmdb") else f"zarr+local://{tmp_path}/kv"
+    with kvstore.open_store(plain) as store:
+        store.put_many(LARGE, [BlockWrite(KEYS[0], bytes(65536), position=0)])
+        create(f"file://{tmp_path}/archive", store, LARGE, select(store, LARGE, keys=KEYS[:1]))
+    folder = tmp_path / ("archive" if outer == "archive" else "kv")
+    deep = [] if outer == "shared" else ["a/b"]
+    if outer in ("file", "shared"):
+        deep.append(f"{LARGE.name}/x")
+    for place in ("sub", *deep):
+        with pytest.raises(ConfigurationError, match="who removes the one would take the other along"):
+            kvstore.open_store(f"{kind}://{folder}/{place}")
+        assert not (folder / place).exists()
+    with kvstore.open_store(f"{kind}://{tmp_path}/beside"):
+        pass
+
+
+def test_a_warming_that_is_refused_leaves_no_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with kvstore.open_store("memory://warm") as store:
+        store.put_many(LARGE, [BlockWrite(KEYS[0], bytes(65536), position=0)])
+        create(f"file://{tmp_path}/archive", store, LARGE, select(store, LARGE, keys=KEYS[:1]))
+    one, missing = f"file://{tmp_path}/archive", f"file://{tmp_path}/missing"
+    for words in (["warm", one, missing], ["warm", one, "--namespace", "0"], ["archive", "restore", one, "--pin"]):
+        assert run([*words, "--to", f"file://{tmp_path}/tier"]) == EXIT_USAGE
+        assert not (tmp_path / "tier").exists()
+    capsys.readouterr()
