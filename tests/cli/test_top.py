@@ -84,6 +84,9 @@ def test_it_ends_when_nobody_reads_on(form: list[str], tier: str) -> None:
         assert process.stdout is not None
         assert process.stdout.readline()
         process.stdout.close()
-        assert process.wait(30) == EXIT_OK
+        try:
+            assert process.wait(20) == EXIT_OK
+        finally:
+            process.kill()
         assert process.stderr is not None
         assert process.stderr.read() == b""
