@@ -201,6 +201,18 @@ def test_a_store_that_only_evicts_is_not_given_what_it_would_evict_for() -> None
         assert BlockStore.put_if_room(target, space, blocks) == [stored] * 6
 
 
+@pytest.mark.parametrize("kind", ["file", "lmdb"])
+def test_a_put_of_many_for_which_nothing_is_to_go_stores_what_finds_room(kind: str, tmp_path: Path) -> None:
+    keys = block_keys(range(4 * 200), 4)
+    with open_store(f"{kind}://{tmp_path}/kv?capacity=9MiB") as store:
+        store.put_many(SPACE, [BlockWrite(key, bytes(BLOCK)) for key in keys[:60]])
+        outcomes = store.put_if_room(SPACE, [BlockWrite(key, bytes(BLOCK)) for key in keys[60:]])
+        assert set(outcomes) == {PutOutcome.STORED, PutOutcome.FULL}
+        there = store.contains_many(SPACE, keys)
+        assert there == [True] * 60 + [outcome is PutOutcome.STORED for outcome in outcomes]
+        assert store.usage().blocks == sum(there) > 90
+
+
 def test_pins_that_the_target_refuses_and_marks_that_it_cannot_keep_are_counted(source: BlockStore) -> None:
     with open_store(f"memory://target?capacity={40 * BLOCK}") as target:
         source.mark_many(SPACE, KEYS[:30], Mark("all", pinned=True))
