@@ -3,36 +3,32 @@
 1. **plan**, in a read transaction: what is there already, what the rest will occupy, whom to evict for it;
 2. **reserve**, one short write transaction: the victims' entries go, the space is taken, an intent names it all;
 3. **remove**: the victims' files are overwritten in place or go;
-4. **write** each block under a draft's name, in its folder;
+4. **write** each block under a draft's name, in its folder (`drafts.py`);
 5. **publish**, under the names' locks: rename each draft into place, then one transaction enters them and drops the
    intent. Whoever lost a race for a name finds the winner's entry there, and drops its draft.
 
 Reserved is the larger of what will be written and what is being freed, until step 5: both may be on the disk at once.
 """
 
-# ruff: noqa: PTH104, PTH119, PTH120 - plain strings: a Path costs more than the system call it is made for
+# ruff: noqa: PTH120 - plain strings: a Path costs more than the system call it is made for
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvstore.catalog import Entry, address_of
+from kvstore.catalog import address_of
 from kvstore.files import sync_folder
-from kvstore.retention import now_ns
 from kvstore.types import BlockWrite, PutOutcome
-from kvstore_zarr import eviction, steps
-from kvstore_zarr.calls import rename_all
+from kvstore_zarr import drafts, eviction, steps
 from kvstore_zarr.descriptors import descriptors
-from kvstore_zarr.format import PAGE, BlockFacts
+from kvstore_zarr.drafts import NewBlock, outcome_of
+from kvstore_zarr.format import PAGE
 from kvstore_zarr.intents import Undertaking, reclaim_if_due
-from kvstore_zarr.removal import erase, overwrite, release
-from kvstore_zarr.sealed import seal_file
+from kvstore_zarr.removal import release
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,8 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.catalog import Change, Victim
-    from kvstore.sealing import DataKey, Sealer
-    from kvstore_zarr.calls import BlockFile
+    from kvstore.sealing import Sealer
     from kvstore_zarr.descriptors import Share
     from kvstore_zarr.eviction import Held
     from kvstore_zarr.metadata import NamespaceTree
@@ -62,31 +57,13 @@ PATIENCE_S = 0.2
 """How long a put waits for room that other puts hold, before a block is `FULL`."""
 
 
-@dataclass(slots=True, eq=False)
-class _Block:
-    """One block on its way. `outcome` is None until it is settled; `size` what its file came to occupy."""
-
-    write: BlockWrite
-    payload: NDArray[np.uint8]
-    address: bytes
-    folder: str
-    path: str
-    cost: int
-    data_key: DataKey | None = None
-    draft: str = ""
-    created: int = 0
-    generation: int = 0
-    size: int = 0
-    outcome: PutOutcome | None = None
-
-
 def put_blocks(
     tier: LocalTier, tree: NamespaceTree, writes: Sequence[tuple[BlockWrite, NDArray[np.uint8]]], *, evict: bool = True
 ) -> list[PutOutcome]:
     """Put blocks of one namespace, whose buffers have been checked; one outcome each, in order. Not to `evict`: only
     what finds room as it is.
     """
-    blocks: dict[bytes, _Block] = {}
+    blocks: dict[bytes, NewBlock] = {}
     order = [address_of(tree.namespace, write.key) for write, _ in writes]
     for address, (write, payload) in zip(order, writes, strict=True):
         if address not in blocks:
@@ -106,14 +83,14 @@ def put_blocks(
 
 def _block(
     tier: LocalTier, tree: NamespaceTree, address: bytes, write: BlockWrite, payload: NDArray[np.uint8]
-) -> _Block:
+) -> NewBlock:
     folder = tree.folder(write.key)
     file_bytes = tree.frames[write.key.group].file_bytes
     cost = file_bytes + PAGE + tier.folders.growth(folder)  # a page for the extents of a fragmented file
-    return _Block(write, payload, address, folder, f"{tier.root}/{tree.block(write.key)}", cost)
+    return NewBlock(tree, write, payload, address, folder, f"{tier.root}/{tree.block(write.key)}", cost)
 
 
-def _give_keys(sealer: Sealer, blocks: Sequence[_Block]) -> None:
+def _give_keys(sealer: Sealer, blocks: Sequence[NewBlock]) -> None:
     """Say what each block is sealed with; one for whose tenant there is no key cannot be stored."""
     keys = sealer.writing(block.write.tenant for block in blocks)
     for block in blocks:
@@ -122,7 +99,7 @@ def _give_keys(sealer: Sealer, blocks: Sequence[_Block]) -> None:
             block.outcome = PutOutcome.FAILED
 
 
-def _run(tier: LocalTier, tree: NamespaceTree, waiting: list[_Block], *, evict: bool) -> None:
+def _run(tier: LocalTier, tree: NamespaceTree, waiting: list[NewBlock], *, evict: bool) -> None:
     most = min(2 * JOB_BYTES, _attainable(tier) // 32)
     deadline = 0.0
     while waiting:
@@ -149,7 +126,7 @@ def _attainable(tier: LocalTier) -> int:
     return bound
 
 
-def _first(waiting: list[_Block], most: int) -> list[_Block]:
+def _first(waiting: list[NewBlock], most: int) -> list[NewBlock]:
     """Those of one job: what they may cost is at most `most`, and they are no more bytes than one call is to have."""
     cost = nbytes = 0
     for number, block in enumerate(waiting):
@@ -169,7 +146,7 @@ class PutJob:
     """One pass over a batch of blocks that fits a reservation. For one thread, once."""
 
     def __init__(
-        self, tier: LocalTier, tree: NamespaceTree | None, blocks: Sequence[_Block], *, evict: bool = True
+        self, tier: LocalTier, tree: NamespaceTree | None, blocks: Sequence[NewBlock], *, evict: bool = True
     ) -> None:
         self._tier = tier
         self._tree = tree
@@ -205,15 +182,15 @@ class PutJob:
                     eviction.let_go(tier, held)  # before the intent is settled, which takes their files
                     raise
         except OSError as error:
-            self._settle([block for block in concerned if block.outcome is None], _outcome_of(error))
+            self._settle([block for block in concerned if block.outcome is None], outcome_of(error))
             return bool(self._blocks)
         return True
 
-    def _open(self) -> list[_Block]:
+    def _open(self) -> list[NewBlock]:
         return [block for block in self._blocks if block.outcome is None]
 
     @staticmethod
-    def _settle(blocks: Sequence[_Block], outcome: PutOutcome) -> None:
+    def _settle(blocks: Sequence[NewBlock], outcome: PutOutcome) -> None:
         for block in blocks:
             block.outcome = outcome
 
@@ -254,7 +231,7 @@ class PutJob:
         if buried:
             self._settle([block for block in self._open() if block.address in buried], PutOutcome.REFUSED)
 
-    def _reserve(self, held: Sequence[Held]) -> tuple[list[_Block], list[Held]]:
+    def _reserve(self, held: Sequence[Held]) -> tuple[list[NewBlock], list[Held]]:
         tier, wanted = self._tier, self._open()
         if not (wanted or held) or (wanted and tier.catalog.is_held_up()):
             return [], []
@@ -269,25 +246,25 @@ class PutJob:
             tier.account(change)
         return admitted, taken
 
-    def _reserve_or_sacrifice(self, held: Sequence[Held]) -> tuple[list[_Block], list[Held]]:
+    def _reserve_or_sacrifice(self, held: Sequence[Held]) -> tuple[list[NewBlock], list[Held]]:
         """Reserve; where the disk has no page for the catalogue, the first victim's file goes before its entry does."""
         try:
             return self._reserve(held)
         except OSError as error:
-            if _outcome_of(error) is not PutOutcome.FULL or not eviction.sacrifice(self._tier, held):
+            if outcome_of(error) is not PutOutcome.FULL or not eviction.sacrifice(self._tier, held):
                 raise
         return self._reserve(held)
 
     def _disk_budget(self, reserved: int) -> int:
         return self._tier.free_on_disk() - reserved - max(DISK_HEADROOM, self._tier.keep_free)
 
-    def _that_fit_the_disk(self, admitted: list[_Block], freed: int, reserved: int) -> list[_Block]:
+    def _that_fit_the_disk(self, admitted: list[NewBlock], freed: int, reserved: int) -> list[NewBlock]:
         fitting = _admitted(admitted, 0, self._disk_budget(reserved) + freed)
         if not fitting:  # else the rest is tried again, beside what these came to occupy
             self._settle(admitted, PutOutcome.FULL)
         return fitting
 
-    def _record(self, change: Change, admitted: Sequence[_Block], taken: Sequence[Held], reserved: int) -> None:
+    def _record(self, change: Change, admitted: Sequence[NewBlock], taken: Sequence[Held], reserved: int) -> None:
         addresses = [block.address for block in admitted] + [one.victim.address for one in taken]
         intent = self._task.begin(change, reserved, addresses)
         if admitted and self._tree is not None:
@@ -298,76 +275,25 @@ class PutJob:
             if self._tree.namespace.fingerprint not in self._tier.recorded:
                 change.add_namespace(self._tree.namespace)
 
-    def _carry_out(self, admitted: Sequence[_Block], taken: Sequence[Held]) -> None:
+    def _carry_out(self, admitted: Sequence[NewBlock], taken: Sequence[Held]) -> None:
         tier = self._tier
-        heirs = eviction.heirs_among(taken, ((self._file_bytes(block), block.draft) for block in admitted))
+        heirs = eviction.heirs_among(taken, ((block.file_bytes, block.draft) for block in admitted))
         inherited = {held.victim.address for held, _ in heirs}
         eviction.clear_away(tier, [held for held in taken if held.victim.address not in inherited])
         with suppress(OSError):  # where the disk is full, a file is not handed on but goes, and there is room then
             for block in admitted:
-                self._make_folder(block)
+                drafts.make_folder(tier, block)
         recycled = eviction.hand_on(tier, heirs)
         steps.checkpoint("removed")
         try:
             for block in admitted:
-                self._write(block, recycled.pop(block.draft, -1))
+                drafts.write(tier, block, recycled.pop(block.draft, -1))
         finally:
             for fd in recycled.values():
                 release(fd)
         self._publish([block for block in admitted if block.outcome is None])
 
-    def _file_bytes(self, block: _Block) -> int:
-        tree = self._tree
-        return -1 if tree is None else tree.frames[block.write.key.group].file_bytes
-
-    def _make_folder(self, block: _Block, *, again: bool = False) -> None:
-        if self._tree is not None:
-            unique = f"{os.path.basename(block.draft)}-document"
-            self._tier.folders.make(self._tree, block.write.key, unique=unique, again=again)
-
-    def _write(self, block: _Block, fd: int) -> None:
-        """Write a block's draft, over the recycled file `fd` if there is one, or make it, and its folder."""
-        tier = self._tier
-        file = tier.device.create(block.draft, tier.mode, fd)
-        try:
-            if fd < 0:
-                self._make_folder(block)
-            try:
-                self._fill(block, file)
-            except FileNotFoundError:  # somebody removed the folder behind our back
-                self._make_folder(block, again=True)
-                self._fill(block, file)
-            block.size = tier.device.finish(file, tier.mode)
-        except OSError as error:
-            fd, file.fd = file.fd, -1
-            erase_draft(fd, block.draft)
-            block.outcome = _outcome_of(error)
-        finally:
-            if file.fd >= 0:
-                release(file.fd)
-        steps.checkpoint("written")
-
-    def _fill(self, block: _Block, file: BlockFile) -> None:
-        tier, tree, key = self._tier, self._tree, block.write.key
-        if tree is None:
-            return
-        frame = tree.frames[key.group]
-        block.created = now_ns()
-        facts = BlockFacts(
-            tree.namespace.fingerprint, key, block.payload.nbytes, block.generation, block.created,
-            block.write.position, block.write.parent,
-        )  # fmt: skip
-        if block.data_key is None:
-            tier.device.write(
-                file, frame, block.payload, lambda closing, crc: frame.seal(closing, block.payload, facts, crc),
-                sync=tier.durable,
-            )  # fmt: skip
-        else:
-            sealed = tier.device.staging(frame)
-            seal_file(sealed, frame, block.payload, facts, block.data_key)
-            tier.device.write_file(file, sealed, sync=tier.durable)
-
-    def _publish(self, written: Sequence[_Block]) -> None:
+    def _publish(self, written: Sequence[NewBlock]) -> None:
         tier = self._tier
         addresses = [block.address for block in written]
         with tier.names.hold(addresses):
@@ -376,8 +302,8 @@ class PutJob:
                 buried = snapshot.tombs.buried(addresses)  # a purge lays them under the names' locks
             for block, there in zip(written, present, strict=True):
                 if there or block.address in buried:
-                    self._give_up(block, PutOutcome.EXISTS if there else PutOutcome.REFUSED)
-            self._put_in_place([block for block in written if block.outcome is None])
+                    drafts.give_up(block, PutOutcome.EXISTS if there else PutOutcome.REFUSED)
+            drafts.put_in_place([block for block in written if block.outcome is None])
             mine = [block for block in written if block.outcome is None]
             if tier.durable:
                 for folder in {os.path.dirname(block.path) for block in mine}:
@@ -385,7 +311,7 @@ class PutJob:
             steps.checkpoint("renamed")
             measured = tier.folders.measure({block.folder for block in self._blocks if block.draft})
             with tier.catalog.write() as change:
-                change.publish([_entry(block) for block in mine])
+                change.publish([block.entry() for block in mine])
                 self._task.end(change)
                 if measured:
                     tier.folders.record(change.txn, measured)
@@ -395,34 +321,12 @@ class PutJob:
             tier.recorded.add(self._tree.namespace.fingerprint)
         steps.checkpoint("published")
 
-    @staticmethod
-    def _give_up(block: _Block, lost: PutOutcome) -> None:
-        if lost is PutOutcome.REFUSED:
-            overwrite(block.draft)
-        erase(block.draft)
-        block.outcome = lost
 
-    @staticmethod
-    def _put_in_place(blocks: Sequence[_Block]) -> None:
-        errors = rename_all([block.draft for block in blocks], [block.path for block in blocks])
-        for block, error in zip(blocks, errors, strict=True):
-            if not error:
-                continue
-            try:
-                if error != errno.EISDIR:
-                    raise OSError(error, os.strerror(error), block.path)
-                erase(block.path)
-                os.rename(block.draft, block.path)
-            except OSError as failure:
-                erase(block.draft)
-                block.outcome = _outcome_of(failure)
-
-
-def _admitted(wanted: Sequence[_Block], freed: int, room: int | None) -> list[_Block]:
+def _admitted(wanted: Sequence[NewBlock], freed: int, room: int | None) -> list[NewBlock]:
     """The first blocks that fit, where a job occupies the larger of what it frees and what it writes."""
     if room is None:
         return list(wanted)
-    admitted: list[_Block] = []
+    admitted: list[NewBlock] = []
     total = 0
     for block in wanted:
         total += block.cost
@@ -430,23 +334,3 @@ def _admitted(wanted: Sequence[_Block], freed: int, room: int | None) -> list[_B
             break
         admitted.append(block)
     return admitted
-
-
-def erase_draft(fd: int, path: str) -> None:
-    """Take a draft that could not be written back; `fd` is -1 if it could not even be made."""
-    if fd >= 0:
-        os.ftruncate(fd, 0)
-        release(fd)
-    erase(path)
-
-
-def _entry(block: _Block) -> Entry:
-    created = block.created
-    return Entry(
-        block.address, block.size, created, created, block.generation,
-        position=block.write.position, parent=block.write.parent,
-    )  # fmt: skip
-
-
-def _outcome_of(error: OSError) -> PutOutcome:
-    return PutOutcome.FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else PutOutcome.FAILED
