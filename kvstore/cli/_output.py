@@ -75,6 +75,8 @@ class _Guarded(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
+        if self._stream is not None and self._stream.closed:
+            return  # whoever closed it has flushed it; the interpreter asks at the end
         self._try(lambda: self._stream.flush())
 
     def _try(self, call: Callable[[], object]) -> None:
