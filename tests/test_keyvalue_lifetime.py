@@ -80,7 +80,16 @@ def test_a_location_that_cannot_be_used_is_an_error_of_its_own_class(
         Unusable(TierURL.parse("dict://x").validated([READONLY]))
     assert type(caught.value) is kind
     if caught.value is not fault:
-        assert str(caught.value) == f"dict://x cannot be opened: {fault}"
+        assert str(caught.value).startswith(f"dict://x cannot be opened: {fault}")
+
+
+def test_where_a_hook_names_nothing_but_a_path_the_error_says_what_is_the_matter_with_it() -> None:
+    class Missing(DictStore):
+        def connect(self) -> None:
+            raise FileNotFoundError("/kv/none.db")
+
+    with pytest.raises(StoreNotFoundError, match=r"^dict://x cannot be opened: /kv/none\.db does not exist$"):
+        Missing(TierURL.parse("dict://x").validated([READONLY]))
 
 
 def test_disconnect_is_called_once_and_its_errors_are_nobodys_business() -> None:

@@ -130,7 +130,8 @@ class LifetimeTests(StoreHooks):
             with open_store(url) as store:
                 store.put_many(SPACE, [write(1)])
                 get(store, [1, 2])
-        assert open_descriptors() == before
+        left = Counter(open_descriptors()) - Counter(before)  # of a test before this one some may just have closed
+        assert not left
 
     def test_two_stores_in_one_process_share_their_blocks_and_close_apart(self, url: str) -> None:
         with open_store(url) as one:

@@ -206,13 +206,11 @@ def test_damage_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_a_tier_without_room_is_exit_code_4(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvstore.cli import archive
-
     tier, url = filled(tmp_path / "source"), f"file://{tmp_path}/archives/one"
     machine(capsys, "archive", "create", url, "--from", tier, "--label", LABEL)
     full = FaultyStore(open_store("memory://archive-full"))
     full.plan["put"] = lying(PutOutcome.FULL)
-    monkeypatch.setattr(archive, "open_store", lambda _: full)
+    monkeypatch.setattr("kvstore.cli._common.open_store", lambda _: full)
     back = machine(capsys, "archive", "restore", url, "--to", "memory://archive-full", code=EXIT_FULL)
     assert (back["full"], back["refused"], back["complete"]) == (True, BLOCKS, False)
 
