@@ -71,8 +71,8 @@ def cp(
     it was when it is started again. The source is opened read-only.
 
     A target under a capacity is filled, and the copy ends where something would have to go for the next block (exit
-    code 4): without --evict nothing does, and the same command again copies nothing more. Engines that store there
-    meanwhile evict as ever, copied blocks, too, and what was counted may be gone then.
+    code 4): without --evict nothing does, and the same command again copies little more or nothing. Engines that store
+    there meanwhile evict as ever, copied blocks, too, and what was counted may be gone then.
 
     Exit code 1 when a block was damaged, or refused by the target, when some of the source could not be looked into, or
     when no block has the label.
