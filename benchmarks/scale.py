@@ -78,7 +78,9 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One tier of `blocks` blocks. `bare` is LMDB's own lookup of the same addresses, without a store around it."""
+    """One tier of `blocks` blocks. `bare` is LMDB's own lookup of the same addresses, without a store around it;
+    `get_again` the same blocks a second time, when the process has their pages mapped.
+    """
 
     scheme: str
     blocks: int
@@ -90,6 +92,7 @@ class Figures:
     bare_miss: Cost
     put: Cost
     get: Cost
+    get_again: Cost
     evict: Cost
     tier_hit: Cost
     tier_miss: Cost
@@ -205,6 +208,7 @@ def measured(url: str, blocks: int, real: int) -> Figures:
         addresses = [[addresses_of(SPACE, batch) for batch in kind] for kind in (hits, misses)]
         look = bare(store)
         fresh = batches_of(iter(range(1 << 41, 1 << 42)), PUT_TOGETHER, BATCHES)
+        got = batches_of(random_numbers(0, real), PUT_TOGETHER, BATCHES)
         figures = Figures(
             scheme=store.url.scheme,
             blocks=blocks,
@@ -214,7 +218,8 @@ def measured(url: str, blocks: int, real: int) -> Figures:
             bare_hit=cost_of(look, addresses[0]),
             miss=cost_of(lambda batch: store.contains_many(SPACE, batch), misses),
             bare_miss=cost_of(look, addresses[1]),
-            get=cost_of(lambda batch: get(store, batch), batches_of(random_numbers(0, real), PUT_TOGETHER, BATCHES)),
+            get=cost_of(lambda batch: get(store, batch), got),
+            get_again=cost_of(lambda batch: get(store, batch), got),
             put=cost_of(lambda batch: put(store, batch), fresh),
             evict=evictions(store),
             tier_hit=through_a_tier(
@@ -302,10 +307,10 @@ def show(few: Figures, many: Figures) -> None:
         one, other = getattr(few, name), getattr(many, name)
         cells = (f"{cost.rate:,.0f} a second of CPU, {1e6 / cost.wall:,.0f} in time" for cost in (one, other))
         table.add_row(name.replace("_", " ") + " (lookups)", *cells, f"{one.rate / other.rate:.2f}")
-    for name in ("usage", "get", "put", "evict"):
+    for name in ("usage", "get", "get_again", "put", "evict"):
         one, other = getattr(few, name), getattr(many, name)
         cells = (f"{cost.cpu:.0f} us CPU, {cost.wall:.0f} us" for cost in (one, other))
-        table.add_row(name, *cells, f"{other.cpu / one.cpu:.2f} CPU, {other.wall / one.wall:.2f}")
+        table.add_row(name.replace("_", " "), *cells, f"{other.cpu / one.cpu:.2f} CPU, {other.wall / one.wall:.2f}")
     for name in ("known", "unknown", "anew"):
         one, other = getattr(few, name), getattr(many, name)
         if one is not None and other is not None:
