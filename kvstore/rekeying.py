@@ -213,7 +213,7 @@ def _tenants_there(urls: Iterable[TierURL], keyrings: Iterable[Keyring]) -> froz
     whose = {key_id: tenant for keyring in keyrings for key_id, tenant in keyring.ring().tenants.items()}
     wanted, found = frozenset(whose.values()), set[str]()
     for url in urls:
-        with open_store(url, readonly=True) as store:
+        with open_store(url) as store:  # as what follows does: a thread that purges meanwhile could not open it else
             for ids in _key_ids(store):
                 found.update(whose[key_id] for key_id in ids if key_id in whose)
                 if found >= wanted:
