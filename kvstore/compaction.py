@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from kvstore.errors import StoreDamagedError
 from kvstore.files import DRAFT, permit, sync_folder
 from kvstore.lmdb_files import PAGE
-from kvstore.lmdb_free import give_back_free_pages
+from kvstore.lmdb_free import give_back_free_pages, ripen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from kvstore.environment import Environment
 
-__all__ = ["COMPACTED", "check_replaceable", "compact", "is_worthwhile", "ripen"]
+__all__ = ["COMPACTED", "check_replaceable", "compact", "is_worthwhile"]
 
 COMPACTED = f"{DRAFT}data.mdb"
 """The name of the new file until it is complete; beside the old one, wherever that is."""
@@ -101,16 +101,6 @@ def _removed_if_left(draft: Path) -> Generator[None]:
 
 def _busy(folder: Path) -> OSError:
     return OSError(errno.EBUSY, "a call of this process that is in it has not ended", str(folder))
-
-
-def ripen(environment: Environment) -> None:
-    """Have LMDB hand out what was just freed."""
-    for _ in range(2):
-        with environment.write() as txn:
-            info = environment.databases["info"]
-            totals = txn.get(b"totals", db=info)
-            if totals is not None:
-                txn.put(b"totals", bytes(totals), db=info)
 
 
 def _write(environment: Environment, draft: Path) -> None:

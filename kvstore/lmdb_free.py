@@ -14,10 +14,11 @@ overwritten, and the caller is told.
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+import lmdb
 import numpy as np
 
 from kvstore.errors import StoreDamagedError
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from kvstore.environment import Environment
     from kvstore.lmdb_pages import Numbers
 
-__all__ = ["Wiped", "give_back_free_pages", "overwrite_free_pages"]
+__all__ = ["Wiped", "give_back_free_pages", "overwrite_free_pages", "ripen"]
 
 _Act: TypeAlias = "Callable[[int, int, int], object]"
 """What is done with a run of free pages: of a descriptor, from an offset on, so many bytes."""
@@ -81,6 +82,18 @@ def overwrite_free_pages(
             advance(step)
         os.fdatasync(fd)
     return wiped
+
+
+def ripen(environment: Environment) -> None:
+    """Two small commits, after which LMDB hands out what was freed before them; as far as a full disk lets it."""
+    environment.check_readers()
+    with suppress(lmdb.MapFullError, OSError):
+        for _ in range(2):
+            with environment.write() as txn:
+                info = environment.databases["info"]
+                totals = txn.get(b"totals", db=info)
+                if totals is not None:
+                    txn.put(b"totals", bytes(totals), db=info)
 
 
 def give_back_free_pages(environment: Environment) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +28,19 @@ if TYPE_CHECKING:
 
     from kvstore.types import BlockKey, BlockWrite
 
-__all__ = ["FINGERPRINT_BYTES", "MAX_DIGEST_BYTES", "MIN_DIGEST_BYTES", "Namespace"]
+__all__ = ["FINGERPRINT_BYTES", "MAX_DIGEST_BYTES", "MIN_DIGEST_BYTES", "Namespace", "is_namespace_name"]
 
 FINGERPRINT_BYTES = 16
 MIN_DIGEST_BYTES, MAX_DIGEST_BYTES = 16, 64
 MAX_POSITION = 1 << 63
 
+_NAME = re.compile(rf"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
 _DIGEST, _GROUP = operator.attrgetter("digest"), operator.attrgetter("group")
+
+
+def is_namespace_name(name: str) -> bool:
+    """Whether that can be the name of a namespace, and of its folder."""
+    return _NAME.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)

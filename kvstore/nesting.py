@@ -5,20 +5,19 @@ Asked where a tier is made, and where an archive is (`kvstore.archive`): a look 
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvstore.errors import ConfigurationError
+from kvstore.namespace import is_namespace_name
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["check_in_none", "what_is_above"]
+__all__ = ["LOOKED_AT", "OF_A_TIER", "check_in_none", "what_is_above"]
 
-_NAMESPACE = re.compile("[0-9a-f]{32}")
-_OF_A_TIER = b'"digest_words"'
+OF_A_TIER = b'"digest_words"'
 """What a namespace's document has, and no other."""
 LOOKED_AT = 4
 """Folders beside a place that may be namespaces, of which the documents are read."""
@@ -48,16 +47,16 @@ def what_is_above(path: Path) -> tuple[str, Path] | None:
             if _is_namespace(folder):
                 return "a tier", folder.parent
     with suppress(OSError):
-        beside = (one for one in islice(folders[0].iterdir(), MOST_BESIDE) if _NAMESPACE.fullmatch(one.name))
+        beside = (one for one in islice(folders[0].iterdir(), MOST_BESIDE) if is_namespace_name(one.name))
         if any(map(_is_namespace, islice(beside, LOOKED_AT))):
             return "a tier", folders[0]
     return None
 
 
 def _is_namespace(folder: Path) -> bool:
-    if not _NAMESPACE.fullmatch(folder.name):
+    if not is_namespace_name(folder.name):
         return False
     try:
-        return _OF_A_TIER in (folder / "zarr.json").read_bytes()
+        return OF_A_TIER in (folder / "zarr.json").read_bytes()
     except OSError:
         return False

@@ -216,7 +216,7 @@ class LMDBStore(BlockStore):
             return []
         with self._telling():
             small, self._purged_small = self._purged_small, False
-            return finish_purge(self._tier, self._puts.ripen, overwrite=overwrite, small=small, advance=advance)
+            return finish_purge(self._tier, overwrite=overwrite, small=small, advance=advance)
 
     def leftovers(self, *, remove: bool = False) -> list[Leftover]:
         with self._telling():

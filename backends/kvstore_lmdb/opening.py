@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import lmdb
 
 from kvstore.catalog import DATABASES, SETTLE_DUE_UNREAD, Catalog, stored_capacity
-from kvstore.compaction import check_replaceable, compact, ripen
+from kvstore.compaction import check_replaceable, compact
 from kvstore.environment import PAGE, Environment, check_filesystem, damage
 from kvstore.errors import (
     NotAStoreError,
@@ -23,6 +23,7 @@ from kvstore.errors import (
     StoreOpenError,
 )
 from kvstore.files import is_draft_of, make_folder
+from kvstore.lmdb_free import ripen
 from kvstore.nesting import check_in_none
 from kvstore.presence import Presence, State, explained, is_presence_file, mode_of
 from kvstore.records import Totals, generation_of
@@ -291,8 +292,7 @@ def _evict_patiently(catalog: Catalog, space: Space) -> bool:
     for most in (space.chunk, 1, 1, space.chunk, space.chunk):
         if _evict_down(catalog, space, most=most):
             return True
-        with suppress(OSError, lmdb.MapFullError):
-            ripen(catalog.environment)
+        ripen(catalog.environment)
     return False
 
 

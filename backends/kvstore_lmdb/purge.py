@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.environment import filesystem_of
 from kvstore.errors import StoreDamagedError
-from kvstore.lmdb_free import Wiped, overwrite_free_pages
+from kvstore.lmdb_free import Wiped, overwrite_free_pages, ripen
 from kvstore.residues import beneath
 from kvstore.types import Residue
 
@@ -22,12 +22,8 @@ PATIENCE_S = 5.0
 """How long to wait for readers to end that still see what was removed."""
 
 
-def finish_purge(
-    tier: Tier, ripen: Callable[[], None], *, overwrite: bool, small: bool, advance: Callable[[int], object]
-) -> list[Residue]:
-    """Overwrite every free page of the data file; what is left. `ripen`: have LMDB hand out what was just freed.
-    `small`: blocks were purged that fit one page.
-    """
+def finish_purge(tier: Tier, *, overwrite: bool, small: bool, advance: Callable[[int], object]) -> list[Residue]:
+    """Overwrite every free page of the data file; what is left. `small`: blocks were purged that fit one page."""
     tier.environment.sync()
     path = tier.directory / "data.mdb"
     if not overwrite:
@@ -40,7 +36,7 @@ def finish_purge(
     wiped = Wiped()
     try:
         while True:
-            ripen()
+            ripen(tier.environment)
             overwrite_free_pages(tier.environment, advance, freed_until=freed_until, wiped=wiped)
             if not wiped.held or time.monotonic() > deadline:
                 break

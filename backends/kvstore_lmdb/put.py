@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import time
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
@@ -21,6 +21,7 @@ import numpy as np
 from kvstore.catalog import Entry, address_of
 from kvstore.errors import TierUnavailable
 from kvstore.growth import why_no_page
+from kvstore.lmdb_free import ripen
 from kvstore.sealing import SEAL_BYTES
 from kvstore.types import NO_POSITION, BlockWrite, PutOutcome, ResealOutcome
 from kvstore_lmdb.entry import HEADER_BYTES, Bytes, fill, place_of, stored_bytes
@@ -195,7 +196,7 @@ class Puts:
             except (lmdb.MapFullError, OSError) as error:
                 if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                self.ripen()
+                ripen(self._tier.environment)
                 time.sleep(0.001 * 2**attempt)
                 continue
             if result is not None:
@@ -309,15 +310,6 @@ class Puts:
         _, added = change.txn.cursor(self._blocks).putmulti(items, append=True)
         if added < len(items):  # something stands behind them that no put has put there
             change.txn.cursor(self._blocks).putmulti(items)
-
-    def ripen(self) -> None:
-        """Two small commits, after which LMDB uses pages again that were freed before them."""
-        environment = self._tier.environment
-        environment.check_readers()
-        with suppress(lmdb.MapFullError, OSError):
-            for _ in range(2):
-                with environment.write() as txn:
-                    txn.put(b"tick", time.time_ns().to_bytes(8, "little"), db=environment.databases["info"])
 
     @contextmanager
     def _staging(self, nbytes: int) -> Generator[Bytes]:

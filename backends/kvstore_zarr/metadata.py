@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.errors import NewerFormatError, NotAStoreError, OlderFormatError, StoreOpenError, StoreSealedError
 from kvstore.files import open_file
 from kvstore.layout import DTYPES
-from kvstore.namespace import Namespace
+from kvstore.namespace import Namespace, is_namespace_name
 from kvstore.sealing import PLAIN, SEAL_BYTES
 from kvstore.types import BlockKey
 from kvstore.untrusted import fields, parsed, record
@@ -44,7 +44,6 @@ __all__ = [
     "SEAL_CODEC",
     "Kind",
     "NamespaceTree",
-    "is_namespace_name",
     "namespaces_in",
     "parse_namespace",
     "read_document",
@@ -57,7 +56,6 @@ SEAL_CODEC = "kvstore.aes256gcm"
 """The codec of a sealed chunk (`kvstore_zarr.codec`)."""
 _ATTRIBUTE = "kvstore"
 _SEALED = "sealed"
-_NAME = re.compile("[0-9a-f]{32}")
 _FOLDER, _WORD = re.compile("[0-9a-f]{2}"), "(0|[1-9][0-9]*)"
 _ARRAY = re.compile("[0-9a-f]{2}")
 _LARGEST_MANIFEST = 16 << 20
@@ -295,11 +293,6 @@ class Kind(enum.Enum):
     def of(cls, path: str) -> Kind | None:
         """None: it is not ours."""
         return next((kind for kind in cls if kind.value.fullmatch(path)), None)
-
-
-def is_namespace_name(name: str) -> bool:
-    """Whether a folder of that name can be a namespace's."""
-    return _NAME.fullmatch(name) is not None
 
 
 def _check_unreadable(name: str, place: str, error: Exception) -> None:

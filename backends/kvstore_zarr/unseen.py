@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvstore.catalog import address_of
 from kvstore.errors import StoreOpenError
+from kvstore.namespace import is_namespace_name
 from kvstore.types import BlockKey, Unseen
-from kvstore_zarr.metadata import METADATA_NAME, Kind, is_namespace_name, read_namespace
+from kvstore_zarr.metadata import METADATA_NAME, Kind, read_namespace
 from kvstore_zarr.removal import AT_ONCE, Patience, cut, take_off_for_good
 from kvstore_zarr.tails import block_files, block_folders, is_foreign
 

@@ -6,14 +6,14 @@ Told from URLs, and where an archive is made, from what stands right above it: a
 from __future__ import annotations
 
 import os
-import re
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore.errors import ConfigurationError, KVStoreError
-from kvstore.nesting import LOOKED_AT, what_is_above
+from kvstore.namespace import is_namespace_name
+from kvstore.nesting import LOOKED_AT, OF_A_TIER, what_is_above
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -29,10 +29,7 @@ _ONE = {"s3a": "s3", "gcs": "gs", "abfs": "az", "ssh": "sftp"}
 """Schemes that are another's second name."""
 _FLAT = ("memory", "redis", "rediss", "valkey", "valkeys")
 """Schemes of whose locations none lies within another."""
-_NAMESPACE = re.compile("[0-9a-f]{32}")
 _DOCUMENT = "zarr.json"
-_OF_A_TIER = b'"digest_words"'
-"""What a namespace's document has, and no other."""
 DEEPEST = 3
 """So far above what stands in a namespace's folder that folder may be: its groups, and their folders, come between."""
 
@@ -84,7 +81,7 @@ def _is_tier_above(place: ArchivePlace) -> bool:
         found = what_is_above(Path(location))
         return found is not None and found[0] == "a tier"
     above = location.split("/")[:-1]
-    named = [end for end in range(len(above), 0, -1)[:DEEPEST] if _NAMESPACE.fullmatch(above[end - 1])]
+    named = [end for end in range(len(above), 0, -1)[:DEEPEST] if is_namespace_name(above[end - 1])]
     return _has_namespace(place, above, _beside) or any(
         _has_namespace(place, above[:end], lambda _: [_DOCUMENT]) for end in named
     )
@@ -98,14 +95,14 @@ def _has_namespace(place: ArchivePlace, folder: list[str], documents: Callable[[
         client = replace(place, url=replace(place.url, location="/".join(folder))).connected()
         try:
             found = map(client.get, documents(client))
-            return any(data is not None and _OF_A_TIER in bytes(data) for data in found)
+            return any(data is not None and OF_A_TIER in bytes(data) for data in found)
         finally:
             client.close()
     return False
 
 
 def _beside(client: ObjectClient) -> list[str]:
-    names = [name for name in client.folders() if _NAMESPACE.fullmatch(name)]
+    names = [name for name in client.folders() if is_namespace_name(name)]
     return [f"{name}/{_DOCUMENT}" for name in names[:LOOKED_AT]]
 
 

@@ -5,7 +5,6 @@ And how a command opens one that it writes into: as large as it is (`with_own_ca
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from kvstore.errors import (
     StoreFullError,
     StoreNotFoundError,
 )
+from kvstore.namespace import is_namespace_name
 from kvstore.registry import backend_class, open_store
 from kvstore.url import CAPACITY, READONLY, format_size
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from kvstore.url import Capacity, TierURL
 
 __all__ = ["capacity_in_bytes", "open_to_look", "with_own_capacity"]
-
-_NAMESPACE = re.compile("[0-9a-f]{32}")
 
 
 def open_to_look(url: TierURL) -> tuple[BlockStore, str]:
@@ -105,9 +103,7 @@ def _without(url: TierURL, *names: str) -> TierURL:
 
 def _has_blocks(folder: Path) -> bool:
     """Whether namespaces stand in a local folder, of whose catalogue nothing is left."""
-    return (
-        folder.is_absolute() and folder.is_dir() and any(_NAMESPACE.fullmatch(path.name) for path in folder.iterdir())
-    )
+    return folder.is_absolute() and folder.is_dir() and any(is_namespace_name(path.name) for path in folder.iterdir())
 
 
 def _untold(url: TierURL) -> str:

@@ -9,11 +9,12 @@ import re
 from typing import TYPE_CHECKING
 
 from kvstore.errors import InvalidOptionError
+from kvstore.namespace import is_namespace_name
 from kvstore.objects.client import Listed
 from kvstore.objects.settings import SWEEP
 from kvstore.retention import TTL, TTL_FROM, now_ns
 from kvstore.url import CAPACITY
-from kvstore_zarr.metadata import METADATA_NAME, is_namespace_name
+from kvstore_zarr.metadata import METADATA_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -10,10 +10,11 @@ import logging
 from typing import TYPE_CHECKING
 
 from kvstore.errors import NewerFormatError, NotAStoreError, OlderFormatError, StoreNotFoundError, StoreOpenError
+from kvstore.namespace import is_namespace_name
 from kvstore.objects.faults import Kind, RequestFailed
 from kvstore.objects.side import side_by_side
 from kvstore.sealing import PLAIN
-from kvstore_zarr.metadata import NamespaceTree, is_namespace_name
+from kvstore_zarr.metadata import NamespaceTree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,8 +8,9 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from kvstore.namespace import is_namespace_name
 from kvstore.types import Unseen
-from kvstore_zarr.metadata import METADATA_NAME, Kind, is_namespace_name
+from kvstore_zarr.metadata import METADATA_NAME, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
