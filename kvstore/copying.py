@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import time
 from collections import Counter, deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -140,8 +140,8 @@ def copy(
 
     Memory: `threads` batches of the smaller `batch_bytes` of the two. Ends early, with `CopyReport.full`, where a block
     finds no room; unless `evict` that is where something would have to go for it, and nothing does (others who put
-    evict as ever). Such a copy does one batch at a time where the target is nearly full, so that the same copy again
-    finds no room, either.
+    evict as ever). Such a copy ends with a block that found none while nothing else was under way; what the same copy
+    again finds is room for some that cost less, or what an opening has made.
     `advance(blocks)` is called as blocks are done with. Raises `TierUnavailable` when a store cannot tell, or when the
     target refuses everything; what was put until then stays, and the next copy passes it over.
     """
@@ -149,8 +149,8 @@ def copy(
     started = time.monotonic()
     report = CopyReport(unseen=[one for one in source.unseen() if named(one.namespace)])
     chosen = [space for space in source.namespaces() if named(space.name)]
-    room = None if evict or dry_run else _Room.of(target)
-    most = min(source.capabilities.batch_bytes, target.capabilities.batch_bytes, *([room.step] if room else []))
+    step = None if evict or dry_run else _step(target)
+    most = min(source.capabilities.batch_bytes, target.capabilities.batch_bytes, *([] if step is None else [step]))
     with _owners(source, target) as owners, _pool(threads) as pool:
         work = _Work(source, target, dry_run, evict, owners)
         pending: deque[tuple[SpaceReport, Future[_Batch]]] = deque()
@@ -158,6 +158,9 @@ def copy(
         def settle() -> None:
             space, done = pending.popleft()
             batch = done.result()
+            if step is not None and Fate.FULL in batch.fates:
+                wait([one for _, one in pending])  # those beside it may have reserved what they did not take
+                batch = work.again(space.namespace, batch)
             _record(space, batch)
             report.full |= Fate.FULL in batch.fates
             _check_accepted(target, report)
@@ -167,8 +170,7 @@ def copy(
             if not report.spaces or report.spaces[-1].namespace != space:
                 report.spaces.append(SpaceReport(space))
             pending.append((report.spaces[-1], pool.submit(work.move, space, infos)))
-            under_way = 2 * threads if room is None or room.is_ample_for((2 * threads + 1) * most) else 0
-            while len(pending) > under_way:
+            while len(pending) > 2 * threads:
                 settle()
             if report.full:
                 break
@@ -242,6 +244,14 @@ class _Work:
     owners: Keyring | None
     """The source's keyring, if the target seals what it is given."""
     memory: ThreadMemory = field(default_factory=ThreadMemory)
+
+    def again(self, space: Namespace, batch: _Batch) -> _Batch:
+        """The blocks of a batch that found no room, once more; the batch with what became of them now."""
+        full = [info for info, fate in zip(batch.infos, batch.fates, strict=True) if fate is Fate.FULL]
+        late = self.move(space, full)
+        fates = iter(late.fates)
+        now = [next(fates) if fate is Fate.FULL else fate for fate in batch.fates]
+        return _Batch(batch.infos, now, batch.marks + late.marks)
 
     def move(self, space: Namespace, infos: Sequence[BlockInfo]) -> _Batch:
         there = self.target.contains_many(space, [info.key for info in infos])
@@ -329,27 +339,10 @@ def _check_accepted(target: BlockStore, report: CopyReport) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """Whether a target under a capacity is still far from full: blocks beside each other reserve more than they take,
-    and one that finds no room beside others may find it alone.
-    """
-
-    target: BlockStore
-    step: int
-    """Bytes in a batch at most, so that those beside each other are a small part of the capacity."""
-
-    @classmethod
-    def of(cls, target: BlockStore) -> _Room | None:
-        """None for a store without a capacity that its puts keep."""
-        can = target.capabilities
-        if can.can_hang or not can.capacity_is_exact:  # a bucket would be listed for the question
-            return None
-        capacity = target.usage().capacity
-        return None if capacity is None else cls(target, capacity // 256)
-
-    def is_ample_for(self, nbytes: int) -> bool:
-        """Whether so many bytes of payload find room, with what small blocks take beside their bytes."""
-        usage = self.target.usage()
-        occupied = usage.used + usage.reserved + usage.overhead
-        return usage.capacity is None or usage.capacity - occupied > 4 * nbytes
+def _step(target: BlockStore) -> int | None:
+    """Bytes in a batch at most, where puts keep a capacity: what is under way is to be a small part of that."""
+    can = target.capabilities
+    if can.can_hang or not can.capacity_is_exact:  # a bucket would be listed for the question
+        return None
+    capacity = target.usage().capacity
+    return None if capacity is None else max(1, capacity // 256)

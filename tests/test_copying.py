@@ -201,6 +201,34 @@ def test_a_store_that_only_evicts_is_not_given_what_it_would_evict_for() -> None
         assert BlockStore.put_if_room(target, space, blocks) == [stored] * 6
 
 
+def test_a_block_that_finds_no_room_beside_others_is_tried_alone_before_the_copy_ends(
+    source: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where those others have reserved more than they take."""
+    inside = threading.Semaphore(1)
+    refused: list[int] = []
+    source.mark_many(SPACE, KEYS, Mark("kept"))
+    with open_store(f"memory://crowded?capacity={400 * BLOCK}") as target:
+        put = target.put_if_room
+
+        def crowded(space: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
+            if not inside.acquire(blocking=False):
+                refused.append(len(blocks))
+                return [PutOutcome.FULL] * len(blocks)
+            time.sleep(0.01)
+            outcomes = put(space, blocks)
+            inside.release()
+            return outcomes
+
+        monkeypatch.setattr(target, "put_if_room", crowded)
+        report = copy(source, target)
+        assert refused
+        assert report.ok
+        assert facts(target, SPACE) == facts(source, SPACE)
+        assert report.marks[MarkOutcome.MARKED] >= len(KEYS)
+        assert report.fates[Fate.COPIED] == target.usage().blocks
+
+
 @pytest.mark.parametrize("kind", ["file", "lmdb"])
 def test_a_put_of_many_for_which_nothing_is_to_go_stores_what_finds_room(kind: str, tmp_path: Path) -> None:
     keys = block_keys(range(4 * 200), 4)

@@ -199,8 +199,9 @@ def test_a_copy_into_a_full_target_takes_nothing_away_and_is_over(
         assert all(store.contains_many(LARGE, keys[140 : 140 + own]))
     assert 90 < own + told["copied"] < 140
     copied = told["copied"]
-    for _ in range(5):  # threads side by side reserve more than they take, so that the first run may end a little early
+    for _ in range(5):  # a block may cost less than the one that found no room, and an opening may make some
         more = machine_of_full(capsys, "cp", source, target)["copied"]
+        assert more < 10
         copied += more
         if not more:
             break
