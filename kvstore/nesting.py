@@ -19,6 +19,8 @@ __all__ = ["LOOKED_AT", "OF_A_TIER", "check_in_none", "what_is_above"]
 
 OF_A_TIER = b'"digest_words"'
 """What a namespace's document has, and no other."""
+_TIERS = ((".kvstore/gate",), ("data.mdb", "gate"))
+"""What stands in the folder of a tier of `file://`, and of `lmdb://`."""
 LOOKED_AT = 4
 """Folders beside a place that may be namespaces, of which the documents are read."""
 MOST_BESIDE = 1000
@@ -42,7 +44,7 @@ def what_is_above(path: Path) -> tuple[str, Path] | None:
         with suppress(OSError):  # this user may not look
             if (folder / "kvstore-archive.json").exists() or (folder / "kvstore-archive.draft.json").exists():
                 return "an archive", folder
-            if (folder / ".kvstore").is_dir() or ((folder / "data.mdb").exists() and (folder / "gate").exists()):
+            if any(all((folder / name).exists() for name in names) for names in _TIERS):
                 return "a tier", folder
             if _is_namespace(folder):
                 return "a tier", folder.parent

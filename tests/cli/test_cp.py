@@ -360,6 +360,14 @@ def test_no_tier_is_made_in_a_tier_or_an_archive(kind: str, outer: str, tmp_path
         pass
 
 
+@pytest.mark.parametrize("kind", ["file", "lmdb"])
+def test_a_folder_above_that_is_only_named_like_a_tiers_own_is_nobodys_business(kind: str, tmp_path: Path) -> None:
+    (tmp_path / ".kvstore").mkdir()
+    (tmp_path / "data.mdb").touch()
+    with kvstore.open_store(f"{kind}://{tmp_path}/kv") as store:
+        assert store.usage().blocks == 0
+
+
 def test_a_warming_that_is_refused_leaves_no_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with kvstore.open_store("memory://warm") as store:
         store.put_many(LARGE, [BlockWrite(KEYS[0], bytes(65536), position=0)])
