@@ -6,6 +6,8 @@
 
 Blocks have 3,584 bytes, so that each is one page or one file of one page: what is measured is what a block costs beside
 its bytes. Each figure is the median over batches, in microseconds of CPU (all threads of this process) and of time.
+Gets (of the same blocks), puts and evictions are measured in passes: the first one finds pages that the process has
+not mapped and that no cache of the processor has, `later` is the last one, of a process that has been at work.
 Lookups are asked of the store (`contains_many`), of LMDB with nothing around it (`bare`), and through `SecondaryTier`,
 as a manager asks. The catalogue of `file://` is brought up to date with the files at the end, when it knows them all
 and when it knows none, and made anew by an opening, as after a power loss: for each 100,000 real files.
@@ -43,7 +45,7 @@ from kvstore_zarr.format import BlockFacts
 from kvstore_zarr.metadata import NamespaceTree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvstore import BlockStore
     from kvstore.catalog import Catalog
@@ -55,6 +57,9 @@ SPACE = Namespace("scale", "revision-1", (BlockLayout.opaque(BLOCK_BYTES),), blo
 
 PUT_TOGETHER, LOOKED_UP_TOGETHER = 64, 1000
 BATCHES, LOOKUPS = 40, 200
+PASSES = 4
+PUT_BLOCKS = PASSES * BATCHES * PUT_TOGETHER
+"""What all passes of puts together bring: room for them is left below the cap."""
 PUT_FIRST = 4_000
 """Blocks of `file://` that are put; more come as files."""
 STEP_S = 1e-4
@@ -78,9 +83,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One tier of `blocks` blocks. `bare` is LMDB's own lookup of the same addresses, without a store around it;
-    `get_again` the same blocks a second time, when the process has their pages mapped.
-    """
+    """One tier of `blocks` blocks. `bare` is LMDB's own lookup of the same addresses, without a store around it."""
 
     scheme: str
     blocks: int
@@ -90,10 +93,12 @@ class Figures:
     miss: Cost
     bare_hit: Cost
     bare_miss: Cost
-    put: Cost
     get: Cost
-    get_again: Cost
+    get_later: Cost
+    put: Cost
+    put_later: Cost
     evict: Cost
+    evict_later: Cost
     tier_hit: Cost
     tier_miss: Cost
     known: Cost | None = None
@@ -114,6 +119,12 @@ def cost_of(call: Callable[[Any], object], batches: Sequence[Sequence[Any]]) -> 
         call(batch)
         spent.append(((time.process_time() - cpu) / len(batch), (time.perf_counter() - wall) / len(batch)))
     return Cost(*(1e6 * median(one[kind] for one in spent) for kind in (0, 1)))
+
+
+def in_passes(name: str, call: Callable[[Any], object], passes: Iterable[Sequence[Any]]) -> dict[str, Cost]:
+    """The cost in the first and in the last of several passes, under their names in `Figures`."""
+    costs = [cost_of(call, batches) for batches in passes]
+    return {name: costs[0], f"{name}_later": costs[-1]}
 
 
 def put(store: BlockStore, some: Sequence[BlockKey]) -> None:
@@ -178,7 +189,7 @@ def bare(store: BlockStore) -> Callable[[Sequence[bytes]], object]:
 
 
 def batches_of(numbers: Iterator[int], size: int, count: int) -> list[list[BlockKey]]:
-    """`count` batches of keys, by number."""
+    """`count` batches of `size` keys, by number."""
     return [[key for number in islice(numbers, size) for key in keys(number, number + 1)] for _ in range(count)]
 
 
@@ -196,9 +207,10 @@ def measured(url: str, blocks: int, real: int) -> Figures:
         fill(store, blocks, real)
     with open_store(url) as store:  # which has a look at how large the catalogue has become
         usage = store.usage()
+    os.sync()  # the kernel would write what was filled in during what is measured
     told(f"{url}: filled in {time.perf_counter() - begin:.0f} s", always=True)
     if usage.capacity is None:
-        with open_store(url, capacity=usage.used + usage.overhead + 2 * BATCHES * PUT_TOGETHER * STORED_BYTES):
+        with open_store(url, capacity=usage.used + usage.overhead + 2 * PUT_BLOCKS * STORED_BYTES):
             pass
     begin = time.perf_counter()
     with open_store(url) as store:
@@ -207,7 +219,6 @@ def measured(url: str, blocks: int, real: int) -> Figures:
         misses = batches_of(random_numbers(1 << 43, 1 << 44), LOOKED_UP_TOGETHER, LOOKUPS)
         addresses = [[addresses_of(SPACE, batch) for batch in kind] for kind in (hits, misses)]
         look = bare(store)
-        fresh = batches_of(iter(range(1 << 41, 1 << 42)), PUT_TOGETHER, BATCHES)
         got = batches_of(random_numbers(0, real), PUT_TOGETHER, BATCHES)
         figures = Figures(
             scheme=store.url.scheme,
@@ -218,10 +229,9 @@ def measured(url: str, blocks: int, real: int) -> Figures:
             bare_hit=cost_of(look, addresses[0]),
             miss=cost_of(lambda batch: store.contains_many(SPACE, batch), misses),
             bare_miss=cost_of(look, addresses[1]),
-            get=cost_of(lambda batch: get(store, batch), got),
-            get_again=cost_of(lambda batch: get(store, batch), got),
-            put=cost_of(lambda batch: put(store, batch), fresh),
-            evict=evictions(store),
+            **in_passes("get", lambda batch: get(store, batch), [got] * PASSES),
+            **in_passes("put", lambda batch: put(store, batch), new_blocks(iter(range(1 << 41, 1 << 42)))),
+            **evictions(store),
             tier_hit=through_a_tier(
                 store, batches_of(random_numbers(blocks // 2, blocks), LOOKED_UP_TOGETHER, LOOKUPS)
             ),
@@ -275,14 +285,19 @@ def through_a_tier(store: BlockStore, batches: Sequence[Sequence[BlockKey]]) -> 
         tier.close(10)
 
 
-def evictions(store: BlockStore) -> Cost:
+def new_blocks(numbers: Iterator[int]) -> Iterator[list[list[BlockKey]]]:
+    """Batches for passes of puts."""
+    return (batches_of(numbers, PUT_TOGETHER, BATCHES) for _ in range(PASSES))
+
+
+def evictions(store: BlockStore) -> dict[str, Cost]:
     """What a put costs that has to evict as many blocks: at the cap, which is reached first."""
     numbers, before = iter(range(1 << 42, 1 << 43)), -1
     while store.usage().blocks > before:
         before = store.usage().blocks
         for batch in batches_of(numbers, PUT_TOGETHER, 40):
             put(store, batch)
-    return cost_of(lambda batch: put(store, batch), batches_of(numbers, PUT_TOGETHER, BATCHES))
+    return in_passes("evict", lambda batch: put(store, batch), new_blocks(numbers))
 
 
 TOLD_EVERY_S = 10.0
@@ -307,7 +322,7 @@ def show(few: Figures, many: Figures) -> None:
         one, other = getattr(few, name), getattr(many, name)
         cells = (f"{cost.rate:,.0f} a second of CPU, {1e6 / cost.wall:,.0f} in time" for cost in (one, other))
         table.add_row(name.replace("_", " ") + " (lookups)", *cells, f"{one.rate / other.rate:.2f}")
-    for name in ("usage", "get", "get_again", "put", "evict"):
+    for name in ("usage", "get", "get_later", "put", "put_later", "evict", "evict_later"):
         one, other = getattr(few, name), getattr(many, name)
         cells = (f"{cost.cpu:.0f} us CPU, {cost.wall:.0f} us" for cost in (one, other))
         table.add_row(name.replace("_", " "), *cells, f"{other.cpu / one.cpu:.2f} CPU, {other.wall / one.wall:.2f}")
@@ -337,7 +352,7 @@ def main() -> None:
             place = Path(tempfile.mkdtemp(prefix="kvstore-scale-", dir=arguments.dir))
             try:
                 if scheme == "lmdb":
-                    capacity = int((blocks + 2 * BATCHES * PUT_TOGETHER) * STORED_BYTES * LMDB_BESIDE) + (8 << 20)
+                    capacity = int((blocks + PUT_BLOCKS) * STORED_BYTES * LMDB_BESIDE) + (8 << 20)
                     pair.append(measured(f"lmdb://{place}/tier?capacity={capacity}", blocks, blocks))
                 else:
                     pair.append(measured(f"{scheme}://{place}/tier", blocks, min(blocks, arguments.files)))
