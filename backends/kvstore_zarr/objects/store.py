@@ -10,7 +10,6 @@ Here every verb's arguments are checked, and the tier is at work for as long as 
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvstore.abc import REFUSE_S, BlockStore
@@ -28,7 +27,7 @@ from kvstore_zarr.objects.sweep import SweepCounts, Sweeper, rules_of
 from kvstore_zarr.objects.unseen import unseen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     import zarr
     from typing_extensions import Buffer
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from kvstore.namespace import Namespace
     from kvstore.types import BlockInfo, BlockKey, BlockRead, BlockWrite, Residue, Unseen, Usage
     from kvstore.url import Option, TierURL
-    from kvstore_zarr.objects.tier import ObjectTier
 
 __all__ = ["DirectoryZarrStore", "ObjectZarrStore"]
 
@@ -77,44 +75,44 @@ class ObjectZarrStore(BlockStore):
         return self._tier.client.requests.snapshot()
 
     def namespaces(self) -> list[Namespace]:
-        with self._using() as tier:
+        with self._tier as tier:
             return [tree.namespace for tree in tier.trees.known()]
 
     def contains_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
-        with self._using() as tier:
+        with self._tier as tier:
             _check(namespace, keys)
             if tier.is_aside(namespace):
                 return [False] * len(keys)
             return are_there(tier, tier.trees.of(namespace), keys)
 
     def put_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[PutOutcome]:
-        with self._using() as tier:
+        with self._tier as tier:
             checked = [(block, namespace.check_write(block)) for block in blocks]
             if tier.readonly or (tier.is_aside(namespace) and not tier.trees.mend(namespace)):
                 return [PutOutcome.FAILED] * len(blocks)
             return put_blocks(tier, tier.trees.of(namespace), checked)
 
     def get_many_into(self, namespace: Namespace, blocks: Sequence[BlockRead]) -> list[GetOutcome]:
-        with self._using() as tier:
+        with self._tier as tier:
             checked = [(block.key, namespace.check_buffer(block.key, block.into, writable=True)) for block in blocks]
             if tier.is_aside(namespace):
                 return [GetOutcome.MISS] * len(blocks)
             return get_blocks(tier, tier.trees.of(namespace), checked)
 
     def reseal_many(self, namespace: Namespace, blocks: Sequence[BlockWrite]) -> list[ResealOutcome]:
-        with self._using() as tier:
+        with self._tier as tier:
             checked = [(block, namespace.check_write(block)) for block in blocks]
             if tier.sealer is None or tier.takes_none(namespace):
                 return [ResealOutcome.KEPT] * len(blocks)
             return reseal_blocks(tier, tier.sealer, tier.trees.of(namespace), checked)
 
     def of_later_version(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
-        with self._using() as tier:
+        with self._tier as tier:
             _check(namespace, keys)
             return is_later(tier, tier.trees.of(namespace), keys)
 
     def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
-        with self._using() as tier:
+        with self._tier as tier:
             _check(namespace, keys)
             if tier.takes_none(namespace):
                 return [False] * len(keys)
@@ -124,7 +122,7 @@ class ObjectZarrStore(BlockStore):
         self, namespace: Namespace, keys: Sequence[BlockKey], *, refuse_s: float = REFUSE_S, overwrite: bool = True
     ) -> list[bool]:
         until = refused_until(refuse_s)
-        with self._using() as tier:
+        with self._tier as tier:
             _check(namespace, keys)
             if tier.takes_none(namespace):
                 return [False] * len(keys)
@@ -134,7 +132,7 @@ class ObjectZarrStore(BlockStore):
         self, *, overwrite: bool = True, advance: Callable[[int], object] = lambda _: None
     ) -> list[Residue]:
         del advance
-        with self._using() as tier:
+        with self._tier as tier:
             if tier.readonly:
                 return []
             return [*purge_drafts(tier.client, overwrite=overwrite), *residues(tier.client)]
@@ -148,7 +146,7 @@ class ObjectZarrStore(BlockStore):
 
     def remove_unused(self, namespace: Namespace, infos: Sequence[BlockInfo]) -> list[bool]:
         """Nobody knows who used a block meanwhile, nor whether it is another that was stored anew."""
-        with self._using() as tier:
+        with self._tier as tier:
             _check(namespace, [info.key for info in infos])
             if tier.takes_none(namespace):
                 return [False] * len(infos)
@@ -157,7 +155,7 @@ class ObjectZarrStore(BlockStore):
         return [True] * len(infos)
 
     def drop_namespace(self, namespace: Namespace, *, only_if_empty: bool = False) -> int:
-        with self._using() as tier:
+        with self._tier as tier:
             if tier.takes_none(namespace):
                 return 0
             tree = tier.trees.of(namespace)
@@ -168,7 +166,7 @@ class ObjectZarrStore(BlockStore):
         return dropped
 
     def leftovers(self, *, remove: bool = False) -> list[Leftover]:
-        with self._using() as tier:
+        with self._tier as tier:
             removing = remove and not tier.readonly
             nameless = nameless_in(tier.client)
             found, folders = stale(tier.client, nameless), empty_folders(tier.client, nameless)
@@ -184,7 +182,7 @@ class ObjectZarrStore(BlockStore):
         ]
 
     def touch_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
-        with self._using() as tier:
+        with self._tier as tier:
             _check(namespace, keys)
             tree = tier.trees.of(namespace)
             tier.ages.touched(tree.block(key) for key in keys)
@@ -193,18 +191,18 @@ class ObjectZarrStore(BlockStore):
         return measure(self._tier)
 
     def unseen(self) -> list[Unseen]:
-        with self._using() as tier:
+        with self._tier as tier:
             return unseen(tier.trees, tier.client)
 
     def purge_unseen(
         self, *, names: Collection[str], refuse_s: float = REFUSE_S, overwrite: bool = True
     ) -> list[Unseen]:
         until = refused_until(refuse_s)
-        with self._using() as tier:
+        with self._tier as tier:
             return [] if tier.readonly else purge_folders(tier, names, until, overwriting=overwrite)
 
     def sealed_with(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bytes | None]:
-        with self._using() as tier:
+        with self._tier as tier:
             _check(namespace, keys)
             return ids_of_keys(tier, tier.trees.of(namespace), keys)
 
@@ -213,7 +211,7 @@ class ObjectZarrStore(BlockStore):
         from kvstore_zarr.stock import block_array
 
         def read(path: str) -> Buffer | None:
-            with self._using() as tier:
+            with self._tier as tier:
                 return tier.client.get(path)
 
         _check(namespace, [key])
@@ -225,14 +223,8 @@ class ObjectZarrStore(BlockStore):
         self._tier.close()
 
     def ensure_open(self) -> None:
-        with self._using():
+        with self._tier:
             pass
-
-    @contextmanager
-    def _using(self) -> Generator[ObjectTier]:
-        """The tier, for one verb."""
-        with self._tier.at_work:
-            yield self._tier
 
 
 class DirectoryZarrStore(ObjectZarrStore):

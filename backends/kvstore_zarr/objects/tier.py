@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from typing import Self
 
     from kvstore.graveyard import Graveyard
     from kvstore.namespace import Namespace
@@ -35,7 +36,7 @@ TRANSFERS = 8
 
 @dataclass(frozen=True, slots=True)
 class ObjectTier:
-    """The parts of an open tier. Thread-safe. What asks the client raises `RequestFailed`."""
+    """The parts of an open tier. Thread-safe. What asks the client raises `RequestFailed`. A `with` is one verb."""
 
     client: ObjectClient
     at_work: AtWork
@@ -52,6 +53,13 @@ class ObjectTier:
     readonly: bool
     may_be_purged: bool
     """False where nobody can write: there are no tombstones to look for."""
+
+    def __enter__(self) -> Self:
+        self.at_work.__enter__()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.at_work.__exit__(*raised)
 
     def is_aside(self, namespace: Namespace) -> bool:
         """Whether the namespace is left alone: its blocks are misses, and nothing is put there or removed."""
