@@ -2,8 +2,7 @@
 
 Its requests run in Rust, outside the GIL, so that a busy Python thread and a transfer hardly notice each other, which
 no asyncio client manages. Its runtime lives as long as the process and does not survive a fork: a child that was
-forked afterwards would wait for ever (`usable`). Whole objects of an S3 server without TLS move by `wire` instead, for
-which obstore signs.
+forked afterwards would wait for ever (`usable`).
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from kvstore.layout import as_bytes
 from kvstore.objects.client import Listed, ObjectClient
 from kvstore.objects.faults import Kind, RequestFailed, kind_of_status, readable
 from kvstore.objects.settings import ANONYMOUS, S3_SCHEMES, STORAGE_OPTIONS, TIMEOUT, S3Settings
-from kvstore.objects.wire import NotPlainError, Wire, WireError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,9 +42,6 @@ SCHEMES = (*S3_SCHEMES, "gs", "gcs", "az")
 PAGE = 1000
 """Objects per request of a listing: all the three of them give."""
 
-BY_WIRE = "without TLS: whole objects move over connections of kvstore's own"
-SIGNED_FOR = timedelta(minutes=15)
-"""As long as the signature of any request is good for: clocks differ."""
 WHOLE, PIECE = 16 << 20, 8 << 20
 """What is larger than `WHOLE` is read in pieces: memory of 32 MiB goes back to the kernel after each block, and comes
 page by page. Smaller pieces save little more, and each of them wants the GIL. A block of 8 MiB, whose object is a page
@@ -75,8 +70,6 @@ class ObstoreClient(ObjectClient):
         try:
             self._store: ObjectStore | None = _open(url, place, self.attempt_timeout)
             self._bulk: ObjectStore | None = None
-            self._wire = Wire() if _is_plain(url, place) else None
-            self.notes = (BY_WIRE,) if self._wire is not None else ()
             self._open_bulk = partial(_open, url, place, self.attempt_timeout, bulk=True)
         except exceptions.BaseError as error:
             raise InvalidOptionError(f"{url}: obstore does not understand storage_options: {_said(error)}") from None
@@ -84,8 +77,6 @@ class ObstoreClient(ObjectClient):
 
     def close(self) -> None:
         self._store = self._bulk = None  # their connections close with them
-        if self._wire is not None:
-            self._wire.close()
 
     @property
     def _open_store(self) -> ObjectStore:
@@ -98,11 +89,6 @@ class ObstoreClient(ObjectClient):
         return obstore.get(self._open_store, self._prefix + path, options=options).bytes()
 
     def _get_into(self, path: str, parts: Sequence[NDArray[np.uint8]]) -> int:
-        if (wire := self._wire) is not None:
-            try:
-                return wire.get_into(self._signed("GET", path), parts, self.attempt_timeout)
-            except NotPlainError:
-                self._wire = None  # from now on obstore does that, too
         answer = obstore.get(self._open_store, self._prefix + path)
         size = answer.meta["size"]
         if size != sum(part.nbytes for part in parts):
@@ -110,11 +96,6 @@ class ObstoreClient(ObjectClient):
         return _spread(answer.stream(min_chunk_size=PIECE) if size > WHOLE else [answer.bytes()], parts)
 
     def _put(self, path: str, parts: Sequence[NDArray[np.uint8]], *, new: bool) -> None:
-        if (wire := self._wire) is not None:
-            try:
-                return wire.put(self._signed("PUT", path), parts, self.attempt_timeout, new=new)
-            except NotPlainError:
-                self._wire = None
         mode: Literal["create", "overwrite"] = "create" if new else "overwrite"
         views = [part.data for part in parts]
         data: Any = views
@@ -122,10 +103,6 @@ class ObstoreClient(ObjectClient):
             obstore.put(self._open_store, self._prefix + path, data, mode=mode, use_multipart=False)
         finally:
             _wait_until_let_go(views, self.attempt_timeout)
-
-    def _signed(self, verb: Literal["GET", "PUT"], path: str) -> str:
-        url: str = _untyped.sign(self._open_store, verb, self._prefix + path, SIGNED_FOR)
-        return url
 
     def _exists(self, path: str) -> bool:
         obstore.head(self._open_store, self._prefix + path)
@@ -161,8 +138,6 @@ class ObstoreClient(ObjectClient):
         return [path.rpartition("/")[2] for path in found["common_prefixes"]]
 
     def fault_of(self, error: Exception) -> RequestFailed:
-        if isinstance(error, WireError):
-            return RequestFailed(error.kind, str(error))
         return RequestFailed(_kind(error), _said(error))
 
 
@@ -263,16 +238,6 @@ def _open_s3(url: TierURL, place: Place, options: dict[str, Any], *, bulk: bool)
     if not settings.anonymous:
         options["credential_provider"] = _credentials(settings)
     return S3Store(config=config, **options)  # pyright: ignore[reportCallIssue]
-
-
-def _is_plain(url: TierURL, place: Place) -> bool:
-    """Whether whole objects can move by `wire`: requests are signed, and go straight to a server without TLS."""
-    if not place.is_s3:
-        return False
-    settings = S3Settings.of(url, place)
-    endpoint = settings.endpoint or ""
-    proxied = any(name.lower() in ("http_proxy", "all_proxy") for name in os.environ)
-    return endpoint.startswith("http://") and "@" not in endpoint and not settings.anonymous and not proxied
 
 
 def _with_bucket(endpoint: str, bucket: str) -> str:

@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from kvstore.testing.servers import S3Server
 
 CLIENTS = ("obstore", "fsspec")
-WITH_TLS = "obstore as with TLS"
-"""The servers here have none, and kvstore moves their objects over connections of its own; where there is a proxy for
-anything, it leaves them to obstore, which passes by the proxy for these.
-"""
 
 
 @pytest.fixture(scope="session")
@@ -39,15 +35,11 @@ def overwriting_server() -> Iterator[S3Server]:
         yield running
 
 
-@pytest.fixture(params=(*CLIENTS, WITH_TLS))
-def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each client for S3, as the option `client` calls it."""
+@pytest.fixture(params=CLIENTS)
+def client(request: pytest.FixtureRequest) -> str:
+    """Either client for S3."""
     chosen: str = request.param
-    if chosen != WITH_TLS:
-        return chosen
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    return "obstore"
+    return chosen
 
 
 @pytest.fixture

@@ -101,9 +101,9 @@ def test_everything_can_be_said_in_the_url_and_beside_it(
 
 
 def test_a_profile_leads_to_its_endpoint_with_its_credentials(
-    overwriting_server: S3Server, second_profile: str, client: str, serial: int, monkeypatch: pytest.MonkeyPatch
+    overwriting_server: S3Server, second_profile: str, client: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = overwriting_server.url(f"profile-{serial}")
+    url = overwriting_server.url(f"profile-{client}")
     with open_store(url, profile=second_profile, client=client) as store:
         assert store.put_many(SPACE, [write(1)]) == [STORED]
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_DEFAULT_REGION"):
