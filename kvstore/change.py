@@ -170,6 +170,10 @@ class Change(Snapshot):
         if known is None or bytes(known) != manifest:
             self.txn.put(namespace.fingerprint, manifest, db=self._namespaces)
 
+    def names(self, fingerprint: bytes) -> bool:
+        """Whether a manifest of the namespace is recorded, sound or not."""
+        return self.txn.get(fingerprint, db=self._namespaces) is not None
+
     def use(self, notes: Iterable[tuple[bytes, int, int]]) -> None:
         """Make blocks younger: (address, last used, hits to add) each; unknown ones are passed over."""
         noted = {address: (last_used, hits) for address, last_used, hits in notes}

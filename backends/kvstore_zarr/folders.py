@@ -202,8 +202,13 @@ class Folders:
             freed += _U64.unpack(cursor.value())[0]
             cursor.delete()
         txn.put(_TOTAL, _U64.pack(max(0, self.total(txn) - freed)), db=self._database)
-        for counted in [path for path in self._counted if path.startswith(namespace)]:
-            del self._counted[counted]
+        self.lose(namespace)
+
+    def lose(self, namespace: str) -> None:
+        """Know no more of what stands in a namespace's folder: it is gone, or nobody counts it."""
+        for counted in [path for path in list(self._counted) if path.startswith(namespace)]:
+            self._counted.pop(counted, None)
+        self._made -= {path for path in self._made.copy() if path.startswith(namespace)}
 
     def forget(self, txn: lmdb.Transaction[memoryview]) -> None:
         """Drop every record, before a rebuild."""

@@ -272,8 +272,7 @@ class PutJob:
             for number, block in enumerate(admitted):
                 block.generation = generation + number
                 block.draft = self._tier.draft(intent, number, block.address)
-            if self._tree.namespace.fingerprint not in self._tier.recorded:
-                change.add_namespace(self._tree.namespace)
+            self._tier.name_in(change, self._tree.namespace)
 
     def _carry_out(self, admitted: Sequence[NewBlock], taken: Sequence[Held]) -> None:
         tier = self._tier

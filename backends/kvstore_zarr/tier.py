@@ -173,6 +173,16 @@ class LocalTier:
         with self.catalog.read() as snapshot:
             return next((space for space in snapshot.namespaces() if space.fingerprint == fingerprint), None)
 
+    def name_in(self, change: Change, namespace: Namespace) -> None:
+        """See that the catalogue names a namespace that is put into: another process may have purged it whole since
+        this one recorded it, and its folders then are to be made and counted anew.
+        """
+        if namespace.fingerprint in self.recorded:
+            if change.names(namespace.fingerprint):
+                return
+            self.folders.lose(namespace.name)
+        change.add_namespace(namespace)
+
     def path(self, address: bytes) -> str | None:
         """The file of the block at a catalogue address; None if its namespace's manifest is gone."""
         place = self.place(address)
