@@ -33,7 +33,7 @@ CALLS := backends/kvstore_zarr/_calls.abi3.so
 
 export VENV
 
-.PHONY: demo demo-s3 notebooks test test-notebooks test-light test-wheel lint soak bench clean environment other-environments demo-vllm test-vllm test-vllm-all soak-vllm
+.PHONY: demo demo-s3 notebooks test test-notebooks test-light test-wheel lint lint-ruff lint-mypy lint-pyright soak bench clean environment other-environments demo-vllm test-vllm test-vllm-all soak-vllm
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo $(CALLS)
@@ -50,10 +50,16 @@ test: $(VENV)/.dev $(CALLS)
 soak: $(VENV)/.dev $(CALLS)
 	$(PYTEST) -m soak $(ARGS) $(TESTS)
 
-lint: $(VENV)/.dev
+lint: lint-ruff lint-mypy lint-pyright
+
+lint-ruff: $(VENV)/.dev
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
+
+lint-mypy: $(VENV)/.dev
 	$(BIN)/mypy
+
+lint-pyright: $(VENV)/.dev
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 # What could differ in what is shipped: files, entry points, data types, the command and all of its parts. Run from an
