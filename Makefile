@@ -33,7 +33,7 @@ CALLS := backends/kvstore_zarr/_calls.abi3.so
 
 export VENV
 
-.PHONY: demo demo-s3 notebooks test test-notebooks test-light test-wheel lint lint-ruff lint-mypy lint-pyright soak bench clean environment other-environments demo-vllm test-vllm test-vllm-all soak-vllm
+.PHONY: demo demo-s3 notebooks test test-notebooks test-light test-wheel lint lint-ruff lint-mypy lint-pyright soak bench clean environment other-environments demo-vllm test-vllm test-vllm-managers test-vllm-engine test-vllm-all soak-vllm
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo $(CALLS)
@@ -107,10 +107,15 @@ demo-vllm:
 # What depends on the manager's interface is tested with the newer version too; the rest of it in test-vllm-all.
 VLLM_INTERFACE := $(addprefix tests/vllm/test_,tier_bytes.py tier_archives.py metrics.py plugin.py)
 
-test-vllm: $(CALLS)
+test-vllm: test-vllm-managers test-vllm-engine
+
+test-vllm-managers: $(CALLS)
 	$(MAKE_VLLM) $(VLLM_NEWER)
 	$(VLLM_PYTHON) $(VLLM_MANAGERS) $(ARGS) tests/vllm
 	$(VENV)-vllm-$(VLLM_NEWER)/bin/python $(VLLM_MANAGERS) $(ARGS) $(VLLM_INTERFACE)
+
+test-vllm-engine: $(CALLS)
+	$(MAKE_VLLM)
 	$(VLLM_PYTHON) $(VLLM_PYTEST) -m "engine and not soak" $(ARGS) tests/vllm
 
 test-vllm-all: test-vllm

@@ -16,8 +16,11 @@ import pytest
 from extension_helpers import NEEDS_COMPILER, compiled
 from hypothesis import HealthCheck, settings
 
+from kvstore.objects.settings import TIMEOUT
 from kvstore.testing.faults import Hanging
+from kvstore.testing.patience import PATIENCE
 from kvstore.testing.servers import juicefs, seaweedfs
+from kvstore.tiering import SecondaryTier
 from kvstore_zarr import calls
 
 if TYPE_CHECKING:
@@ -32,6 +35,15 @@ settings.load_profile("ci")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what it puts into the background so, and every process of a test would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was told no time-out waits for a busy machine: the defaults, a second and a few, are for engines."""
+    defaults = SecondaryTier.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "lookup_timeout", PATIENCE)
+    monkeypatch.setitem(vars(TIMEOUT), "default", PATIENCE)
 
 
 @pytest.fixture(scope="session")

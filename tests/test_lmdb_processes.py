@@ -15,6 +15,7 @@ from lmdb_helpers import MIB, SPACE, content, get, key, occupied, opened, put
 
 import kvstore.catalog
 from kvstore import BlockRead, BlockWrite, GetOutcome, PutOutcome
+from kvstore.testing.patience import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,11 +30,11 @@ SPAWN: SpawnContext = multiprocessing.get_context("spawn")
 
 
 def hammer(directory: Path, capacity: int, seed: int, seconds: float, totals: Any) -> None:
-    """Put and get blocks of all sizes, and count: stored, full, wrong, hits."""
+    """Put and get blocks of all sizes, and count: stored, full, wrong, hits; for longer, where there are few."""
     chance = random.Random(seed)
     stop = time.monotonic() + seconds
     with opened(directory, capacity=capacity) as store:
-        while time.monotonic() < stop:
+        while time.monotonic() < stop or min(totals[0], totals[3]) <= 20:
             blocks = [(chance.randrange(400), chance.randrange(3)) for _ in range(chance.randint(1, 5))]
             outcomes = store.put_many(SPACE, [BlockWrite(key(*block), content(*block)) for block in blocks])
             totals[0] += sum(outcome.present for outcome in outcomes)
@@ -82,21 +83,18 @@ class TestProcesses:
         users = [start(hammer, directory, capacity, seed, 2.0, board) for seed, board in enumerate(boards[:2])]
         for seed, board in enumerate(boards[2:]):
             victim = start(hammer, directory, capacity, 10 + seed, 60.0, board)
-            deadline = time.monotonic() + 20
-            while not board[0] and time.monotonic() < deadline:
-                time.sleep(0.005)
+            wait_for(lambda board=board: board[0])
             time.sleep(random.Random(seed).random() * 0.05)
             kill(victim)
         for user in users:
             user.join()
+        wait_for(lambda: seen[1] > 50)
         stop.value = 1
         observer.join()
         stored, full, wrong, hits = (sum(board[place] for board in boards) for place in range(4))
         assert wrong == 0
-        assert stored > 20
-        assert hits > 20
+        assert min(stored, hits) > 20
         assert full <= stored // 10
-        assert seen[1] > 50
         assert seen[0] <= capacity
         with opened(directory) as store:
             infos = list(store.scan(SPACE))

@@ -170,7 +170,7 @@ def test_what_has_been_said_before_waits_for_no_writer(tmp_path: Path) -> None:
         assert first == [MARKED, MARKED, MARKED, UNPINNED, MISSING]
         with catalog.write():
             again = pool.submit(catalog.mark, addresses([3, 6, 9, 12, 1]), PIN)
-            assert again.result(timeout=10) == first
+            assert again.result(timeout=60) == first
 
 
 @pytest.mark.parametrize("way", ["evict", "discard", "unmark", "clear"])
@@ -309,7 +309,7 @@ def tier(request: pytest.FixtureRequest) -> Iterator[tuple[SecondaryTier, Faulty
 
 
 def until(tier: SecondaryTier, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         tier.submit()

@@ -49,7 +49,7 @@ def test_importing_kvstore_takes_under_300_ms() -> None:
     # Processor time, the best of several: on an idle machine it is the time on the clock, on a busy one it still holds.
     code = "import time; t = time.process_time(); import kvstore; print(time.process_time() - t)"
     fastest = float("inf")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while fastest >= 0.3 and time.monotonic() < deadline:
         fastest = min(fastest, float(python(code)))
     assert fastest < 0.3

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiering_helpers import ask, content, keys, managed, until
+from tiering_helpers import PATIENCE, ask, content, keys, managed, until
 
 from kvstore import BlockKey, BlockLayout, LookupResult, Namespace, open_store
 from kvstore.shards import Shards
@@ -66,7 +66,7 @@ def test_a_block_is_stored_when_the_last_of_four_ranks_has_written_its_heads(url
             stores.complete_store([PROMPT[0]], rank)
             assert manager.lookup(PROMPT[:1]) == [PENDING]
             assert manager.prepare_load(PROMPT[:1]) == [None]
-            assert manager.drain(5)
+            assert manager.drain(PATIENCE)
             assert tier.contains_many(SPACE, PROMPT[:1]) == [False]
         write_part(PROMPT[0], view, 1)
         stores.complete_store([PROMPT[0]], 1)
@@ -128,7 +128,7 @@ def test_a_rank_that_never_reports_stalls_nobody_and_writes_into_nobody_elses_bl
             stores.step()
             return manager.lookup(PROMPT[:1]) == [MISS]
 
-        until(manager, released, timeout=5)
+        until(manager, released)
         for key in PROMPT[1:]:  # more than the slots that are left
             until(manager, lambda: manager.room_for_stores)
             other = view_of(stores, key)
@@ -141,7 +141,7 @@ def test_a_rank_that_never_reports_stalls_nobody_and_writes_into_nobody_elses_bl
         assert stores.waiting == 1
         stores.rank_lost(3)
         assert stores.waiting == 0
-        assert manager.drain(5)
+        assert manager.drain(PATIENCE)
         with open_store("memory://late") as tier:
             assert tier.contains_many(SPACE, PROMPT) == [False] + [True] * 5
 
@@ -222,6 +222,6 @@ def test_whose_a_block_is_and_where_it_stands_reaches_the_tier_as_from_one_write
         for rank in range(4):
             write_part(PROMPT[0], view, rank)
             stores.complete_store(PROMPT[:1], rank)
-        assert manager.drain(5)
+        assert manager.drain(PATIENCE)
         (info,) = tier.scan(SPACE)
         assert (info.position, info.parent, [mark.tenant for mark in info.marks]) == (7, PROMPT[1].digest, ["acme"])

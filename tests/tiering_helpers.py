@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvstore.tiering import SecondaryTier
 
 from kvstore.errors import ShutdownTimeout
 from kvstore.testing.faults import FaultyStore
+from kvstore.testing.patience import PATIENCE
 from kvstore.tiering import TieringManager
 from kvstore.tiering.breaker import BreakerState
 
 BLOCK = 8192
 SPACE = Namespace("model", "revision-1", (BlockLayout.opaque(BLOCK),), block_tokens=16)
 HIT, PENDING, RETRY, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.RETRY, LookupResult.MISS
-PATIENCE = 20.0
-"""Seconds after which a test that waits has failed; far beyond what anything here takes."""
 
 
 def keys(count: int, prompt: str = "a", group: int = 0) -> list[BlockKey]:
@@ -92,14 +92,6 @@ def until(manager: TieringManager, condition: Callable[[], T | None], timeout: f
     return result
 
 
-def wait_for(condition: Callable[[], object], timeout: float = PATIENCE) -> None:
-    """Until it is so, by whatever somebody else does."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout} s"
-        time.sleep(0.005)
-
-
 @contextlib.contextmanager
 def managed(*tiers: Any, space: Namespace = SPACE, **options: Any) -> Iterator[TieringManager]:
     """A manager that is checked when the test is through with it: nothing pinned, nothing forgotten, right bytes."""
@@ -111,6 +103,14 @@ def managed(*tiers: Any, space: Namespace = SPACE, **options: Any) -> Iterator[T
     finally:
         with contextlib.suppress(ShutdownTimeout):  # of a test that failed already
             manager.close(timeout=0.1)
+
+
+def hurry(*tiers: SecondaryTier, seconds: float = 0.2) -> None:
+    """From now on they give up lookups and loads after `seconds`. For the time of a fault: what is healthy is not to
+    meet a short time-out, which a busy machine may exceed, so that `hurry(…, seconds=PATIENCE)` ends it.
+    """
+    for tier in tiers:
+        tier._questions._timeout = tier._transit._load_timeout = seconds
 
 
 def all_closed(manager: TieringManager) -> bool:

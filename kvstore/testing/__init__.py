@@ -8,6 +8,7 @@
 - `kvstore.testing.proxy`: a bad network in front of a real server: slow, cut, silent, reset or wrong on order.
 - `kvstore.testing.clock`: the time by which blocks are dated and expire, moved on order.
 - `kvstore.testing.supply`: keys, and blocks that belong to them.
+- `kvstore.testing.patience`: waiting, and time-outs that a busy machine does not meet.
 
 Needs pytest and hypothesis: `pip install "kvstore-tiers[test]"`. Nothing else in kvstore imports it.
 """

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from apart_helpers import alive, descriptors, process_of, put, rows
-from tiering_helpers import PATIENCE, PROMPT, SPACE, content, keys, wait_for
+from tiering_helpers import PATIENCE, PROMPT, SPACE, content, keys
 
 from kvstore import BlockKey, BlockRead, BlockStore, BlockWrite, PutOutcome
 from kvstore.apart import StoreApart
 from kvstore.apart.link import Answer
 from kvstore.background import NICENESS
 from kvstore.errors import StoreClosedError, StoreOpenError, TierUnavailable
+from kvstore.testing.patience import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -283,7 +283,7 @@ class TestTenants:
     def test_what_a_manager_stores_is_sealed_for_its_tenant(self, url: str, tmp_path: Path) -> None:
         with TieringManager(SPACE, [url], primary_slots=8) as manager:
             assert manager.store([of_tenant(1, "acme"), write(2)]) == 2
-            assert manager.drain(30)
+            assert manager.drain(60)
         with open_store(url) as store:
             keyring(tmp_path).destroy("acme")
             assert get(store, [1, 2]) == [MISS, HIT]

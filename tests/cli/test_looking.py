@@ -10,6 +10,7 @@ from cli_helpers import KEYS, MODEL, OTHER, QUICK, machine, occupied, tree
 import kvstore
 from kvstore import BlockWrite
 from kvstore.cli import EXIT_OK, EXIT_USAGE, run
+from kvstore.testing.patience import PATIENCE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -112,6 +113,7 @@ def test_another_process_s_memory_is_said_to_be_out_of_sight(command: str, capsy
 def test_what_takes_long_says_how_far_it_is_where_no_terminal_is(
     command: list[str], tier: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("kvstore.cli._common.PROGRESS_S", PATIENCE)
     assert run([*command, tier]) == EXIT_OK
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("kvstore.cli._common.PROGRESS_S", 0.0)

@@ -40,7 +40,7 @@ tiers = [SecondaryTier(url, SPACE, threads=16) for url in urls]
 with TieringManager(SPACE, tiers, primary_slots=64) as manager:
     for prompt in "abcdef":
         assert len(engine_store(manager, keys(48, prompt))) == 48
-        assert manager.drain(30)
+        assert manager.drain(60)
     for prompt in "abcdef":
         assert engine_load(manager, keys(48, prompt)) == 48
     check(manager)

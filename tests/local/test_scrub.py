@@ -16,10 +16,10 @@ from kvstore import open_store, scrub
 from kvstore.cli import EXIT_OK, run
 from kvstore.errors import InvalidOptionError
 from kvstore.scrub import Scrubbed
+from kvstore.testing.patience import PATIENCE, wait_for
 from kvstore.testing.supply import SPACE, get, held, key, keys, writes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from concurrent.futures import Executor
     from pathlib import Path
 
@@ -43,13 +43,6 @@ def url(scheme: str, root: Path) -> str:
     return url
 
 
-def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def done(store: BlockStore) -> Scrubbed:
     return store.scrubbed() or Scrubbed()
 
@@ -70,7 +63,7 @@ def test_what_went_bad_is_found_and_removed_although_nobody_asks_for_it(
 ) -> None:
     flip(root, 7)
     with open_store(url, scrub="100MB/s") as store:
-        until(lambda: done(store).passes == 1)
+        wait_for(lambda: done(store).passes == 1)
         assert held(store) == set(keys(NUMBERS)) - {key(7)}
         found = done(store)
         assert (found.blocks, found.bytes, found.corrupt) == (24, ALL, 1)
@@ -82,7 +75,7 @@ def test_no_block_grows_younger(url: str) -> None:
     with open_store(url) as store:
         before = {info.key: (info.last_used, info.hits) for info in store.scan(SPACE)}
     with open_store(url, scrub="100MB/s") as store:
-        until(lambda: done(store).passes == 1)
+        wait_for(lambda: done(store).passes == 1)
     with open_store(url) as store:
         assert {info.key: (info.last_used, info.hits) for info in store.scan(SPACE)} == before
 
@@ -91,7 +84,7 @@ def test_it_keeps_to_its_rate(url: str) -> None:
     rate = 8 * SPACE.block_bytes()
     began = time.monotonic()
     with open_store(url, scrub=rate) as store:
-        until(lambda: done(store).blocks >= 8)
+        wait_for(lambda: done(store).blocks >= 8)
         assert time.monotonic() - began > 0.5
         assert done(store).bytes <= rate * (time.monotonic() - began) + rate // 4
         before = time.monotonic()
@@ -100,38 +93,38 @@ def test_it_keeps_to_its_rate(url: str) -> None:
 
 def test_it_goes_on_where_it_was_and_begins_anew_only_after_a_day(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_store(url, scrub=4 * SPACE.block_bytes()) as store:
-        until(lambda: done(store).blocks >= 3)
+        wait_for(lambda: done(store).blocks >= 3)
     with open_store(url) as store:
         before = done(store)
         assert 3 <= before.blocks < 24
         assert before.after
     with open_store(url, scrub="100MB/s") as store:
-        until(lambda: done(store).passes == 1)
+        wait_for(lambda: done(store).passes == 1)
         assert done(store).blocks == 24
         time.sleep(0.3)
         assert done(store).blocks == 24
     monkeypatch.setattr(scrub, "PASS_EVERY_S", 0.0)
     with open_store(url, scrub="100MB/s") as store:
-        until(lambda: done(store).passes >= 2)
+        wait_for(lambda: done(store).passes >= 2)
 
 
 def test_a_clock_that_was_set_back_does_not_stop_it(url: str, root: Path) -> None:
     with open_store(url, scrub="100MB/s") as store:
-        until(lambda: done(store).passes == 1)
+        wait_for(lambda: done(store).passes == 1)
     path = next(root.rglob("scrub"))
     told = json.loads(path.read_text())
     path.write_text(json.dumps({**told, "began": time.time() + 1e8}))
     with open_store(url, scrub="100MB/s") as store:
-        until(lambda: done(store).passes == 2)
+        wait_for(lambda: done(store).passes == 2)
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b'{"after": "zz"}', b'{"after": 7}', b'{"x": 1}', bytes(64), b"[]"])
 def test_what_it_remembers_may_be_damaged(url: str, root: Path, text: bytes) -> None:
     with open_store(url, scrub="100MB/s") as store:
-        until(lambda: done(store).passes == 1)
+        wait_for(lambda: done(store).passes == 1)
     next(root.rglob("scrub")).write_bytes(text)
     with open_store(url, scrub="100MB/s") as store:
-        until(lambda: done(store).passes == 1)
+        wait_for(lambda: done(store).passes == 1)
 
 
 def scrub_elsewhere(url: str, seconds: float) -> int:
@@ -145,14 +138,14 @@ def scrub_elsewhere(url: str, seconds: float) -> int:
 
 def test_one_process_at_a_time(url: str, stranger: Executor) -> None:
     with open_store(url, scrub=4 * SPACE.block_bytes()) as store:
-        until(lambda: done(store).blocks >= 1)
+        wait_for(lambda: done(store).blocks >= 1)
         assert stranger.submit(scrub_elsewhere, url, 0.5).result() == 0
-    assert stranger.submit(scrub_elsewhere, url, 20).result() == 1
+    assert stranger.submit(scrub_elsewhere, url, PATIENCE).result() == 1
 
 
 def test_a_forked_child_takes_nothing_along(url: str) -> None:
     with open_store(url, scrub=4 * SPACE.block_bytes()) as store:
-        until(lambda: done(store).blocks >= 1)
+        wait_for(lambda: done(store).blocks >= 1)
         child = os.fork()
         if not child:
             threads = [thread.name for thread in threading.enumerate()]
@@ -164,7 +157,7 @@ def test_a_forked_child_takes_nothing_along(url: str) -> None:
             os._exit(0)
     try:
         with open_store(url, scrub="100MB/s") as store:  # the child holds no lock
-            until(lambda: done(store).passes == 1)
+            wait_for(lambda: done(store).passes == 1)
     finally:
         os.kill(child, 9)
         os.waitpid(child, 0)
@@ -177,7 +170,7 @@ def test_who_only_looks_scrubs_nothing_and_is_told_what_was_done(url: str, capsy
     assert run(["stat", url]) == EXIT_OK
     assert "scrub: " not in capsys.readouterr().out
     with open_store(url, scrub="100MB/s") as store:
-        until(lambda: done(store).passes == 1)
+        wait_for(lambda: done(store).passes == 1)
     assert run(["stat", f"{url}?scrub=1MB/s", "--json"]) == EXIT_OK
     assert json.loads(capsys.readouterr().out)["scrub"]["blocks"] == 24
     assert run(["stat", url]) == EXIT_OK
@@ -186,11 +179,11 @@ def test_who_only_looks_scrubs_nothing_and_is_told_what_was_done(url: str, capsy
 
 def test_what_is_put_into_an_empty_tier_is_scrubbed_today(scheme: str, root: Path) -> None:
     with open_store(f"{scheme}://{root}", scrub="100MB/s") as store:
-        until(lambda: bool(list(root.rglob("scrub"))))
+        wait_for(lambda: bool(list(root.rglob("scrub"))))
         time.sleep(0.2)
         assert done(store).passes == 0
         store.put_many(SPACE, writes(NUMBERS))
-        until(lambda: done(store).passes == 1)
+        wait_for(lambda: done(store).passes == 1)
         assert done(store).blocks > 0
 
 
@@ -206,5 +199,5 @@ def test_who_forgets_to_close_a_store_keeps_no_thread(scheme: str, root: Path) -
     store = open_store(f"{scheme}://{root}", scrub="1MB/s")
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "kvstore-scrub"]
     del store
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()

@@ -52,7 +52,7 @@ def test_a_thousand_objects_of_somebody_else_are_no_matter_and_stay(server: S3Se
 
 def put_all(url: str, client: str) -> list[PutOutcome]:
     """In a process of its own: put the same eight blocks as everybody else."""
-    with open_store(url, client=client, timeout=20) as store:
+    with open_store(url, client=client) as store:
         return store.put_many(SPACE, writes(range(8)))
 
 
@@ -72,7 +72,7 @@ def test_writers_on_a_server_that_overwrites_leave_one_intact_object_each(
     overwriting_server: S3Server, second_profile: str, serial: int
 ) -> None:
     url = f"{overwriting_server.url(f'writers-{serial}')}?profile={second_profile}"
-    with open_store(url, timeout=20) as store, ThreadPoolExecutor(8) as pool:
+    with open_store(url) as store, ThreadPoolExecutor(8) as pool:
         outcomes = list(pool.map(lambda _: store.put_many(SPACE, writes(range(4))), range(8)))
         assert {outcome for outcome_of_all in outcomes for outcome in outcome_of_all} <= {STORED, EXISTS}
         assert get(store, range(4)) == [HIT] * 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ import pytest
 from kvstore import open_store
 from kvstore.testing import StoreTests, run_against_a_dictionary
 from kvstore.testing.lifetime import open_descriptors
+from kvstore.testing.patience import wait_for
 from kvstore.testing.supply import SPACE, get, write
 from kvstore.url import TierURL
 from kvstore_zarr.metadata import NamespaceTree
@@ -43,10 +43,7 @@ class _OnS3(StoreTests):
             with open_store(url) as store:
                 store.put_many(SPACE, [write(1)])
                 get(store, [1, 2])
-        deadline = time.monotonic() + 5
-        while open_descriptors() != before and time.monotonic() < deadline:
-            time.sleep(0.001)
-        assert open_descriptors() == before
+        wait_for(lambda: open_descriptors() == before)
 
 
 class TestSeaweedFS(_OnS3):
@@ -71,7 +68,7 @@ class TestSeaweedFS(_OnS3):
         warm_up(f"{place}-elsewhere", server)
         # Forked children, of which the suite has some, must not use obstore: `auto` knows.
         # An asyncio client on a busy machine is late now and then, which is no matter of the contract.
-        return place if client == "obstore" else f"{place}?client=fsspec&timeout=15s"
+        return place if client == "obstore" else f"{place}?client=fsspec"
 
 
 @pytest.mark.soak

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 
 from kvstore import open_store
 from kvstore.errors import StoreOpenError, TierUnavailable
+from kvstore.testing.patience import patiently, wait_for, within
 from kvstore.testing.proxy import (
     ANY,
     FaultProxy,
@@ -34,7 +37,7 @@ from kvstore.testing.supply import SPACE, get, key, keys, write, writes
 from kvstore.types import GetOutcome, PutOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from kvstore import BlockStore
     from kvstore.testing.proxy import Fault
@@ -43,8 +46,9 @@ if TYPE_CHECKING:
 HIT, MISS, CORRUPT = GetOutcome.HIT, GetOutcome.MISS, GetOutcome.CORRUPT
 STORED, EXISTS = PutOutcome.STORED, PutOutcome.EXISTS
 TIMEOUT = 1.6
-GRACE = 1.5
-"""For a machine that is busy with other tests."""
+"""Seconds, for stores that meet a fault that does not pass: it is waited for. What is healthy is done `patiently`."""
+PATIENT = 60.0
+"""Seconds, for stores whose faults come at once: nothing there waits for a time-out, and a busy machine is not one."""
 SAME_FOLDER = next(number for number in range(100, 9999) if key(number).digest[0] == key(0).digest[0])
 
 VERBS: dict[str, Callable[[BlockStore], object]] = {
@@ -83,21 +87,53 @@ def test_a_fault_ends_in_time_and_is_over_when_it_is_over(
         store.put_many(SPACE, [write(0)])
     with (
         FaultProxy(server.port) as proxy,
-        open_store(place, client=client, endpoint=proxy.endpoint, timeout=TIMEOUT, lookup_ttl=0) as store,
+        hurried(place, client, proxy) as store,
     ):
-        store.put_many(SPACE, [write(0)])  # so that the documents are known
+        patiently(partial(store.put_many, SPACE, [write(0)]), TIMEOUT)  # so that the documents are known
+        ask = partial(VERBS[verb], store)
         proxy.plan[verb] = LASTING[fault]
-        began = time.monotonic()
         if (verb, fault) in HARMLESS:
-            assert VERBS[verb](store) == RIGHT[verb]
+            assert patiently(ask, TIMEOUT) in (RIGHT[verb], [EXISTS])
         else:
-            with pytest.raises(TierUnavailable, match=re.escape(place)):
-                VERBS[verb](store)
-        assert time.monotonic() - began < TIMEOUT + GRACE
+            with within(TIMEOUT), pytest.raises(TierUnavailable, match=re.escape(place)):
+                ask()
         proxy.plan.clear()
         proxy.hang_up()  # connections that are kept and lead nowhere
-        assert VERBS[verb](store) in (RIGHT[verb], [EXISTS])
-        assert get(store, [0]) == [HIT]
+        assert patiently(ask, TIMEOUT) in (RIGHT[verb], [EXISTS])
+        assert patiently(partial(get, store, [0]), TIMEOUT) == [HIT]
+
+
+def test_a_server_that_says_nothing_is_waited_for_as_long_as_the_store_was_told(
+    server: S3Server, place: str, client: str
+) -> None:
+    """One attempt, which is given three quarters of the time."""
+    with open_store(place) as store:
+        store.put_many(SPACE, [write(0)])
+    with (
+        FaultProxy(server.port) as proxy,
+        hurried(place, client, proxy, timeout=4.0) as patient,
+        hurried(place, client, proxy, timeout=0.6) as hasty,
+    ):
+        for store, timeout in ((patient, 4.0), (hasty, 0.6)):
+            assert patiently(partial(get, store, [0]), timeout) == [HIT]
+        proxy.plan["GET"] = silent
+        assert seconds_until_given_up(patient) >= 3.0
+        wait_for(lambda: 0.4 <= seconds_until_given_up(hasty) < 1.2)  # a busy machine may be late, and not each time
+
+
+def seconds_until_given_up(store: BlockStore) -> float:
+    began = time.monotonic()
+    with pytest.raises(TierUnavailable):
+        get(store, [0])
+    return time.monotonic() - began
+
+
+@contextmanager
+def hurried(place: str, client: str, proxy: FaultProxy, timeout: float = TIMEOUT) -> Generator[BlockStore]:
+    """A store that is to meet a fault."""
+    opening = partial(open_store, place, client=client, endpoint=proxy.endpoint, timeout=timeout, lookup_ttl=0)
+    with patiently(opening, timeout) as store:
+        yield store
 
 
 PASSING: dict[str, Fault] = {
@@ -115,7 +151,7 @@ def test_a_fault_that_passes_is_not_noticed(server: S3Server, place: str, client
         store.put_many(SPACE, [write(0)])
     with (
         FaultProxy(server.port) as proxy,
-        open_store(place, client=client, endpoint=proxy.endpoint, timeout=8, lookup_ttl=0) as store,
+        open_store(place, client=client, endpoint=proxy.endpoint, timeout=PATIENT, lookup_ttl=0) as store,
     ):
         store.put_many(SPACE, [write(0)])
         proxy.plan[verb] = PASSING[fault]
@@ -127,7 +163,7 @@ def test_there_is_one_layer_of_retries(server: S3Server, place: str, client: str
         store.put_many(SPACE, [write(0)])
     with (
         FaultProxy(server.port) as proxy,
-        open_store(place, client=client, endpoint=proxy.endpoint, timeout=8) as store,
+        open_store(place, client=client, endpoint=proxy.endpoint, timeout=PATIENT) as store,
     ):
         proxy.plan["GET"] = slow_down
         before = proxy.counts
@@ -139,7 +175,7 @@ def test_there_is_one_layer_of_retries(server: S3Server, place: str, client: str
 def test_a_put_whose_answer_was_lost_is_there_once(server: S3Server, place: str, client: str) -> None:
     with (
         FaultProxy(server.port) as proxy,
-        open_store(place, client=client, endpoint=proxy.endpoint, timeout=8) as store,
+        open_store(place, client=client, endpoint=proxy.endpoint, timeout=PATIENT) as store,
     ):
         store.put_many(SPACE, [write(0)])
         proxy.plan["PUT"] = times(1, unanswered)
@@ -154,7 +190,7 @@ def test_a_bit_that_flips_on_the_way_is_read_again_and_costs_no_block(
         store.put_many(SPACE, [write(0)])
     with (
         FaultProxy(server.port) as proxy,
-        open_store(place, client=client, endpoint=proxy.endpoint, timeout=8) as store,
+        open_store(place, client=client, endpoint=proxy.endpoint, timeout=PATIENT) as store,
     ):
         proxy.plan["GET"] = times(1, flipping(5000))
         assert get(store, [0]) == [HIT]
@@ -165,7 +201,7 @@ def test_a_bit_that_flips_on_the_way_is_read_again_and_costs_no_block(
 def test_a_bit_that_flips_while_it_is_stored_is_found(server: S3Server, place: str, client: str) -> None:
     with (
         FaultProxy(server.port) as proxy,
-        open_store(place, client=client, endpoint=proxy.endpoint, timeout=8) as store,
+        open_store(place, client=client, endpoint=proxy.endpoint, timeout=PATIENT) as store,
     ):
         store.put_many(SPACE, [write(0)])
         proxy.plan["PUT"] = flipping(5000, upload=True)
@@ -179,28 +215,25 @@ def test_a_server_behind_a_cut_cable_is_given_up_in_time_and_found_again(
 ) -> None:
     with (
         FaultProxy(server.port) as proxy,
-        open_store(place, client=client, endpoint=proxy.endpoint, timeout=TIMEOUT, lookup_ttl=0) as store,
+        hurried(place, client, proxy) as store,
     ):
-        store.put_many(SPACE, [write(0)])
+        patiently(partial(store.put_many, SPACE, [write(0)]), TIMEOUT)
         with proxy.unreachable():
             for verb in VERBS.values():
-                began = time.monotonic()
-                with pytest.raises(TierUnavailable):
+                with within(TIMEOUT), pytest.raises(TierUnavailable):
                     verb(store)
-                assert time.monotonic() - began < TIMEOUT + GRACE
-        assert get(store, [0]) == [HIT]
+        found = partial(get, store, [0])
+        assert patiently(found, TIMEOUT) == [HIT]
         with proxy.down(), pytest.raises(TierUnavailable):
-            get(store, [0])
-        assert get(store, [0]) == [HIT]
+            found()
+        assert patiently(found, TIMEOUT) == [HIT]
 
 
 def test_opening_a_black_hole_is_refused_in_time(server: S3Server, place: str, client: str) -> None:
     with FaultProxy(server.port) as proxy:
         proxy.plan[ANY] = silent
-        began = time.monotonic()
-        with pytest.raises(StoreOpenError, match=r"no answer in time|cannot be reached"):
+        with within(2 * TIMEOUT), pytest.raises(StoreOpenError, match=r"no answer in time|cannot be reached"):
             open_store(place, client=client, endpoint=proxy.endpoint, timeout=TIMEOUT)
-        assert time.monotonic() - began < TIMEOUT + 2 * GRACE
 
 
 def test_a_batch_of_which_one_request_fails_says_nothing_of_the_blocks(
@@ -208,7 +241,7 @@ def test_a_batch_of_which_one_request_fails_says_nothing_of_the_blocks(
 ) -> None:
     with (
         FaultProxy(server.port) as proxy,
-        open_store(place, client=client, endpoint=proxy.endpoint, timeout=TIMEOUT) as store,
+        open_store(place, client=client, endpoint=proxy.endpoint, timeout=PATIENT) as store,
     ):
         store.put_many(SPACE, writes(range(12)))
         proxy.plan["GET"] = times(4, slow_down, then=slow_down)

@@ -162,7 +162,7 @@ def test_a_put_is_one_request_and_a_get_is_one(server: S3Server, place: str, cli
     space = replace(SPACE, layouts=(BlockLayout.opaque(nbytes),))
     with (
         FaultProxy(server.port) as proxy,
-        open_store(place, client=client, endpoint=proxy.endpoint, timeout=20) as store,
+        open_store(place, client=client, endpoint=proxy.endpoint) as store,
     ):
         store.put_many(space, [write(1, space)])  # and the documents around it
         store.put_many(space, [write(1, space)])

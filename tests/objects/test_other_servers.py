@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +18,7 @@ from kvstore import open_store
 from kvstore.errors import StoreAccessError, StoreNotFoundError, StoreOpenError
 from kvstore.testing import StoreTests
 from kvstore.testing.lifetime import open_descriptors
+from kvstore.testing.patience import wait_for
 from kvstore.testing.servers import free_port
 from kvstore.testing.supply import SPACE, get, held, keys, writes
 from kvstore.types import GetOutcome, PutOutcome
@@ -96,10 +96,7 @@ class _Elsewhere(StoreTests):
             with open_store(url) as store:
                 store.put_many(SPACE, writes([1]))
                 get(store, [1, 2])
-        deadline = time.monotonic() + 5
-        while open_descriptors() > before and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert open_descriptors() <= before
+        wait_for(lambda: open_descriptors() <= before)
 
 
 def place_of(url: str, namespace: Namespace, key: BlockKey) -> str:
@@ -120,21 +117,21 @@ class TestAzureThroughFsspec(_Elsewhere):
     """az:// through adlfs."""
 
     start = staticmethod(azurite)
-    options = "?client=fsspec&timeout=15s"
+    options = "?client=fsspec&timeout=60s"
 
 
 class TestGoogle(_Elsewhere):
     """gs:// through gcsfs."""
 
     start = staticmethod(fake_gcs)
-    options = "?client=fsspec&timeout=15s"
+    options = "?client=fsspec&timeout=60s"
 
 
 class TestSftp(_Elsewhere):
     """sftp:// through paramiko."""
 
     start = staticmethod(sshd)
-    options = "?timeout=15s"
+    options = "?timeout=60s"
 
 
 class TestDirectoryOfAMountedFileSystem(StoreTests):

@@ -6,14 +6,29 @@ Field report 22: an unreachable remote store hangs the engine. The same faults a
 
 from __future__ import annotations
 
-import time
+import itertools
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
-from tiering_helpers import HIT, MISS, PROMPT, SPACE, all_closed, ask, engine_store, fill, keys, managed, until
+from tiering_helpers import (
+    HIT,
+    MISS,
+    PATIENCE,
+    PROMPT,
+    SPACE,
+    all_closed,
+    ask,
+    engine_store,
+    fill,
+    keys,
+    managed,
+    until,
+)
 
 from kvstore import open_store
+from kvstore.testing.patience import patiently, within
 from kvstore.testing.proxy import ANY, FaultProxy, deaf, resetting, silent, slow_down, stalling
 from kvstore.tiering import SecondaryTier
 from kvstore.tiering.breaker import FAILURES, BreakerState
@@ -28,8 +43,9 @@ if TYPE_CHECKING:
     from kvstore.types import BlockKey
 
 TIMEOUT = 3.0
-BOUND = 5.0
-"""Seconds for one request, whatever the fault."""
+"""Seconds, for one request, whatever the fault. What is healthy is waited for."""
+NUMBERS = itertools.count()
+OPTIONS: dict[str, float] = {"timeout": TIMEOUT, "lookup_ttl": 0}
 
 
 def planned(fault: Fault) -> Callable[[FaultProxy], AbstractContextManager[None]]:
@@ -62,6 +78,14 @@ def found(manager: TieringManager, keys: list[BlockKey]) -> bool:
     return ask(manager, keys) == [HIT] * len(keys)
 
 
+def stores_what_comes(manager: TieringManager) -> bool:
+    """Whether new blocks get into the tier; a busy machine may be late once."""
+    before = manager.stats().tiers[0].stores
+    written = engine_store(manager, keys(2, f"new {next(NUMBERS)}"))
+    assert manager.drain(PATIENCE)
+    return manager.stats().tiers[0].stores - before == len(written) == 2
+
+
 @pytest.mark.parametrize("outage", OUTAGES)
 def test_an_outage_is_misses_in_time_then_silence_then_hits(
     server: S3Server, place: str, client: str, outage: str
@@ -69,27 +93,24 @@ def test_an_outage_is_misses_in_time_then_silence_then_hits(
     fill(place, PROMPT[:8])
     with (
         FaultProxy(server.port) as proxy,
-        open_store(place, client=client, endpoint=proxy.endpoint, timeout=TIMEOUT, lookup_ttl=0) as store,
+        patiently(partial(open_store, place, client=client, endpoint=proxy.endpoint, **OPTIONS), TIMEOUT) as store,
     ):
-        tier = SecondaryTier(store, SPACE, pause=0.5)
+        tier = SecondaryTier(store, SPACE, lookup_timeout=1.0, pause=0.5)
         with managed(tier, primary_slots=32) as manager:
             until(manager, lambda: found(manager, PROMPT[:2]))
             with OUTAGES[outage](proxy):
                 for key in PROMPT[2 : 2 + FAILURES]:
-                    began = time.monotonic()
-                    assert ask(manager, [key]) == [MISS]
-                    assert time.monotonic() - began < BOUND
+                    with within(TIMEOUT):
+                        assert ask(manager, [key]) == [MISS]
                 assert manager.stats().tiers[0].breaker is not BreakerState.CLOSED
-                assert manager.drain(TIMEOUT + 3.0), "what was under way has ended"
+                with within(2 * TIMEOUT):  # what was under way ends, and what was given up with it
+                    until(manager, lambda: not (tier._questions._asking or tier._transit.live))
                 proxy.requests.clear()
-                began = time.monotonic()
-                for number in range(20):
-                    assert ask(manager, keys(2, f"later {number}")) == [MISS] * 2
-                    engine_store(manager, PROMPT[20:22])
-                assert time.monotonic() - began < 1.0, "nobody waits for a store that is left alone"
+                with within(1.0):  # nobody waits for a store that is left alone, or it were once for each of 20
+                    for number in range(20):
+                        assert ask(manager, keys(2, f"later {number}")) == [MISS] * 2
+                        engine_store(manager, PROMPT[20:22])
                 assert proxy.counts.keys() <= {"GET"}, "probes, and nothing else"
             until(manager, lambda: all_closed(manager))
             until(manager, lambda: found(manager, PROMPT[2:8]))
-            assert engine_store(manager, PROMPT[10:12]) == PROMPT[10:12]
-            assert manager.drain(10.0)
-            assert manager.stats().tiers[0].stores == 2
+            until(manager, lambda: stores_what_comes(manager))

@@ -75,7 +75,7 @@ class _SealedOnS3(StoreHooks):
     def url(self, request: pytest.FixtureRequest, place: str, server: S3Server, tmp_path: Path) -> str:
         type(self).objects = server
         # Without client= a forked child takes another one than obstore, which outlives no fork.
-        return sealed(place if request.param == "obstore" else f"{place}?client=fsspec&timeout=15s", tmp_path)
+        return sealed(place if request.param == "obstore" else f"{place}?client=fsspec", tmp_path)
 
     def raw_get(self, url: str, namespace: Namespace, key: BlockKey) -> bytes:
         return bytes(self.objects.objects.get(self._path(url, namespace, key)).bytes())

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvstore import open_store
 from kvstore.objects import connect
+from kvstore.testing.patience import PATIENCE, wait_for, within
 from kvstore.testing.supply import SPACE, get, held, keys, writes
 from kvstore.types import GetOutcome
 from kvstore.url import TierURL
@@ -23,20 +24,13 @@ from kvstore_zarr.objects import ObjectZarrStore
 from kvstore_zarr.objects.lease import FOLDER, Lease, standing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Generator
 
     from kvstore.objects.client import ObjectClient
     from kvstore.testing.clock import MovableClock
     from kvstore.testing.servers import S3Server
 
 SWEEPER = Path(__file__).with_name("sweeper.py")
-
-
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
 
 
 def sweeping(url: str) -> ObjectZarrStore:
@@ -47,7 +41,7 @@ def sweeping(url: str) -> ObjectZarrStore:
 
 def client_of(place: str) -> closing[ObjectClient]:
     # What is asked here is who wins, and not how fast the server of the tests is beside all others.
-    return closing(connect(TierURL.parse(place, timeout="20s").validated(ObjectZarrStore.options)))
+    return closing(connect(TierURL.parse(place, timeout=PATIENCE).validated(ObjectZarrStore.options)))
 
 
 class Sweeping:
@@ -57,7 +51,7 @@ class Sweeping:
         self.process = process
         self._lines: Queue[str] = Queue()
         threading.Thread(target=self._read, daemon=True).start()
-        assert self._lines.get(timeout=30).startswith("open")
+        assert self._lines.get(timeout=PATIENCE).startswith("open")
         self.sweeps = 0
 
     def _read(self) -> None:
@@ -88,18 +82,18 @@ def another(url: str) -> Generator[Sweeping]:
 def test_two_processes_elect_one_and_when_it_is_killed_the_other_takes_over(place: str) -> None:
     with ExitStack() as stack, client_of(place) as client:
         pair = [stack.enter_context(another(f"{place}?ttl=1s&sweep=1s")) for _ in range(2)]
-        assert until(lambda: any(one.look() >= 2 for one in pair))
+        assert wait_for(lambda: any(one.look() >= 2 for one in pair))
         busy, idle = sorted(pair, key=lambda one: -one.look())
         lease = standing(client)
         assert lease is not None
         assert idle.look() == 0
         with open_store(place) as store:
             store.put_many(SPACE, writes(range(3)))
-            assert until(lambda: not held(store))
+            assert wait_for(lambda: not held(store))
         busy.process.send_signal(signal.SIGKILL)
         busy.process.wait()
         done = busy.look()
-        assert until(lambda: idle.look() >= 1)
+        assert wait_for(lambda: idle.look() >= 1)
         after = standing(client)
         assert after is not None
         assert (after.number, after.owner != lease.owner) == (lease.number + 1, True)
@@ -114,11 +108,11 @@ def test_a_sweep_removes_what_has_expired_and_goes_below_an_exceeded_capacity(pl
     nbytes = 40 * SPACE.block_bytes()
     with sweeping(f"{place}?capacity={nbytes}&sweep=1s") as store:
         store.put_many(SPACE, writes(range(50)))
-        assert until(lambda: store.usage().used <= nbytes)
+        assert wait_for(lambda: store.usage().used <= nbytes)
         usage = store.usage()
         assert 0.8 * nbytes < usage.used + usage.overhead <= 0.9 * nbytes
         assert usage.capacity == nbytes
-        assert until(lambda: store.sweeps.over == 50 - store.usage().blocks)
+        assert wait_for(lambda: store.sweeps.over == 50 - store.usage().blocks)
         assert set(get(store, range(50))) == {GetOutcome.HIT, GetOutcome.MISS}
         assert not store.capabilities.capacity_is_exact
     names = {meta["path"] for page in server.objects.list(prefix.rpartition("/")[0]) for meta in page}
@@ -129,24 +123,23 @@ def test_a_store_that_is_closed_sweeps_no_more_and_lets_others_have_the_lease(pl
     before = threading.active_count()
     with client_of(place) as client:
         store = sweeping(f"{place}?ttl=1h&sweep=1s")
-        assert until(lambda: store.sweeps.sweeps >= 1)
-        began = time.monotonic()
-        store.close()
-        assert time.monotonic() - began < 5
+        assert wait_for(lambda: store.sweeps.sweeps >= 1)
+        with within(0.5):
+            store.close()
         assert not [thread for thread in threading.enumerate() if thread.name == "kvstore-sweep"]
         lease = standing(client)
         assert lease is not None
         assert lease.released
         swept = store.sweeps.sweeps
         with sweeping(f"{place}?ttl=1h&sweep=1s") as other:
-            assert until(lambda: other.sweeps.sweeps >= 1, 10)
+            assert wait_for(lambda: other.sweeps.sweeps >= 1)
         assert store.sweeps.sweeps == swept
-    assert until(lambda: threading.active_count() <= before)
+    assert wait_for(lambda: threading.active_count() <= before)
 
 
 def test_a_forked_child_does_not_sweep_and_closing_there_takes_nothing_away(place: str) -> None:
     with sweeping(f"{place}?ttl=1h&sweep=1s&client=fsspec") as store:
-        assert until(lambda: store.sweeps.sweeps >= 1)
+        assert wait_for(lambda: store.sweeps.sweeps >= 1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
@@ -156,7 +149,7 @@ def test_a_forked_child_does_not_sweep_and_closing_there_takes_nothing_away(plac
             os._exit("kvstore-sweep" in alone)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         swept = store.sweeps.sweeps
-        assert until(lambda: store.sweeps.sweeps > swept, 10)
+        assert wait_for(lambda: store.sweeps.sweeps > swept)
 
 
 def test_a_read_only_store_does_not_sweep(place: str) -> None:
@@ -174,8 +167,8 @@ def test_a_store_that_overwrites_is_swept_all_the_same(
     url = f"{overwriting_server.url(f'test-{serial}')}?profile={second_profile}&ttl=1s&sweep=1s"
     with sweeping(url) as one, sweeping(url) as two:
         one.put_many(SPACE, writes(range(5)))
-        assert until(lambda: not held(one))
-        assert until(lambda: one.sweeps.expired + two.sweeps.expired >= 5)
+        assert wait_for(lambda: not held(one))
+        assert wait_for(lambda: one.sweeps.expired + two.sweeps.expired >= 5)
         assert one.sweeps.failed == two.sweeps.failed == 0
 
 

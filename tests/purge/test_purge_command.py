@@ -234,7 +234,7 @@ def test_what_others_store_before_they_learn_of_a_purge_goes_as_well(tmp_path: P
         back: list[PutOutcome] = []
 
         def put_back() -> None:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while not (tmp_path / "kv/.purged").exists() and time.monotonic() < deadline:
                 time.sleep(0.001)
             time.sleep(0.4)

@@ -241,7 +241,7 @@ def _store(url: str, names: Sequence[BlockKey]) -> TierStats:
             assert view is not None
             view[:] = 7
         manager.complete_store(names)
-        assert manager.drain(30)
+        assert manager.drain(60)
         (stats,) = manager.stats().tiers
     return stats
 

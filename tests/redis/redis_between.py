@@ -86,12 +86,12 @@ def between(behind: int, tls: ssl.SSLContext | None = None) -> Iterator[Between]
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
 
-    server = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    server = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
     here.port = server.sockets[0].getsockname()[1]
     try:
         yield here
     finally:
-        asyncio.run_coroutine_threadsafe(end(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(end(), loop).result(60)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(60)
         loop.close()

@@ -9,6 +9,7 @@ import secrets
 import signal
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from kvstore.errors import (
     StoreOpenError,
     TierUnavailable,
 )
+from kvstore.testing.patience import patiently, within
 from kvstore.testing.servers import free_port, valkey
 from kvstore.testing.supply import SPACE, get, key, write
 from kvstore.types import ResealOutcome
@@ -33,7 +35,7 @@ from kvstore.values import name_of
 from kvstore_redis import RedisStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
     from kvstore.testing.servers import RedisServer
 
@@ -181,9 +183,17 @@ class TestOpening:
 class TestOutage:
     """A server that is gone, or says nothing, costs no more than the time-out; it is used again when it is back."""
 
+    TIMEOUT = 0.3
+
+    @contextmanager
+    def hurried(self, server: RedisServer) -> Generator[Any]:
+        """A store with block 1 in it, which is to meet an outage."""
+        with patiently(lambda: open_store(server.url(), timeout=self.TIMEOUT), self.TIMEOUT) as store:
+            patiently(lambda: store.put_many(SPACE, [write(1)]), self.TIMEOUT)
+            yield store
+
     def test_a_server_that_is_stopped_and_goes_on(self) -> None:
-        with valkey() as server, open_store(server.url(), timeout="300ms") as store:
-            store.put_many(SPACE, [write(1)])
+        with valkey() as server, self.hurried(server) as store:
             os.kill(server.process, signal.SIGSTOP)
             try:
                 for call in (
@@ -192,17 +202,14 @@ class TestOutage:
                     lambda: store.contains_many(SPACE, [key(1)]),
                     store.namespaces,
                 ):
-                    began = time.monotonic()
-                    with pytest.raises(TierUnavailable):
+                    with within(self.TIMEOUT), pytest.raises(TierUnavailable):
                         call()
-                    assert time.monotonic() - began < 5
             finally:
                 os.kill(server.process, signal.SIGCONT)
-            assert get(store, [1]) == [HIT]
+            assert patiently(lambda: get(store, [1]), self.TIMEOUT) == [HIT]
 
     def test_a_server_that_ends(self) -> None:
-        with valkey() as server, open_store(server.url(), timeout="300ms") as store:
-            store.put_many(SPACE, [write(1)])
+        with valkey() as server, self.hurried(server) as store:
             os.kill(server.process, signal.SIGKILL)
             time.sleep(0.2)
             with pytest.raises(TierUnavailable):

@@ -1,4 +1,4 @@
-"""What tests of calls that hang share: a tier that gives up soon, and how much of its staging is in use."""
+"""What tests of loads and stores that hang share: a tier that gives them up soon, and its staging in use."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def impatient(store: BlockStore, **options: Any) -> SecondaryTier:
-    """A tier that gives up after 0.2 s."""
-    return SecondaryTier(store, SPACE, **{"threads": 2, "lookup_timeout": 0.2, "load_timeout": 0.2, **options})
+    """A tier that gives up loads and stores after 0.2 s."""
+    return SecondaryTier(store, SPACE, **{"threads": 2, "load_timeout": 0.2, **options})
 
 
 def staged_blocks(manager: TieringManager) -> int:

@@ -6,6 +6,7 @@ Field report 22: an unreachable remote store hangs the engine.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from tiering_helpers import (
     ask,
     engine_store,
     fill,
+    hurry,
     intact,
     keys,
     managed,
@@ -30,7 +32,8 @@ from tiering_helpers import (
 
 from kvstore import BlockLayout, Mark, Namespace
 from kvstore.errors import TierUnavailable
-from kvstore.testing.faults import Hanging, failing, slow
+from kvstore.testing.faults import Hanging, failing
+from kvstore.testing.patience import GRACE, within
 from kvstore.tiering import SecondaryTier, TieringManager
 from kvstore.tiering.breaker import FAILURES, LONGEST, Breaker, BreakerState, Probe
 
@@ -47,6 +50,8 @@ class Time:
 
     def monotonic(self) -> float:
         return self.now
+
+    perf_counter = monotonic
 
 
 @pytest.fixture
@@ -160,9 +165,8 @@ def test_the_count_starts_anew_when_it_closes(clock: Time) -> None:
 
 
 def quick(store: FaultyStore, **options: Any) -> SecondaryTier:
-    return SecondaryTier(
-        store, SPACE, **{"threads": 2, "lookup_timeout": 0.3, "load_timeout": 0.3, "pause": 0.2, **options}
-    )
+    """It is soon tried again. Time-outs are for those that let something hang."""
+    return SecondaryTier(store, SPACE, **{"threads": 2, "load_timeout": PATIENCE, "pause": 0.2, **options})
 
 
 def one_block_at_a_time(store: FaultyStore) -> None:
@@ -187,7 +191,7 @@ def test_an_outage_costs_three_errors_and_then_no_calls(remote: FaultyStore) -> 
         assert engine_store(manager, PROMPT[:8]) == PROMPT[:8]
         assert manager.stats().primary.pinned == 0
         manager.finish_request(PROMPT[:8])
-        assert manager.drain(0.5), "nothing waits for it"
+        assert manager.drain(GRACE), "nothing waits for it"
         assert remote.calls == []
         stats = manager.stats().tiers[0]
         assert (stats.shed, stats.trips, stats.failed_calls) == (8, 1, FAILURES)
@@ -199,7 +203,7 @@ def test_what_is_said_of_blocks_while_it_is_open_is_counted_as_lost(remote: Faul
         trip(manager, remote)
         tier.mark(keys(3), Mark("a", pinned=True))
         tier.touch(keys(5))
-        assert manager.drain(0.5), "nothing waits for it"
+        assert manager.drain(GRACE), "nothing waits for it"
         assert manager.stats().tiers[0].marks_dropped == 3
         assert remote.calls == []
 
@@ -207,13 +211,11 @@ def test_what_is_said_of_blocks_while_it_is_open_is_counted_as_lost(remote: Faul
 def test_misses_are_answered_at_once_while_it_is_open(remote: FaultyStore, hanging: Hanging) -> None:
     """Field report 22: what hangs is met once, not once per request."""
     remote.plan["contains"] = hanging
-    with managed(quick(remote, pause=PATIENCE)) as manager:
+    with managed(quick(remote, lookup_timeout=0.3, pause=PATIENCE)) as manager:
         assert ask(manager, PROMPT[:2]) == [MISS] * 2
-        begin = time.monotonic()
         for number in range(20):
             assert ask(manager, keys(2, f"other {number}")) == [MISS] * 2
-        assert time.monotonic() - begin < 20 * 0.3 / 2
-        assert len(remote.calls) == 1
+        assert manager.stats().tiers[0].overdue_calls == len(remote.calls) == 1
         hanging.release()
 
 
@@ -236,14 +238,17 @@ def test_while_it_stays_down_only_probes_reach_it_one_at_a_time_and_ever_fewer(
         trip(manager, remote)
         begin = time.monotonic()
         number = 0
-        while time.monotonic() - begin < 0.8:
+        while time.monotonic() - begin < 0.8 or len(remote.calls) < 3:
+            assert time.monotonic() - begin < PATIENCE
             number += 1
             manager.lookup(keys(2, f"other {number}"))
             manager._turn()
             time.sleep(0.001)
-        probes = len(remote.calls)
+        probes, took = len(remote.calls), time.monotonic() - begin
         assert {verb for verb, _ in remote.calls} == {"get"}
-        assert 3 <= probes <= 8, f"{probes} probes in 40 first pauses"
+        assert sum(0.02 * 2**number / 2 for number in range(probes)) <= took, (
+            "each after twice the pause, or half of it"
+        )
         remote.plan["get"] = hanging
         until(manager, lambda: hanging.waiting)
         for _ in range(200):
@@ -279,10 +284,11 @@ def test_loads_that_wait_when_it_opens_are_released_at_once(remote: FaultyStore,
         manager.lookup(names)
         until(manager, lambda: len(hanging.waiting) == 2 and not manager.stats().waiting)
         remote.plan["contains"] = Hanging()
-        begin = time.monotonic()
-        assert ask(manager, PROMPT[:1]) == [MISS]
-        until(manager, lambda: manager.lookup(names).count(MISS) == 10)
-        assert time.monotonic() - begin < 5.0
+        hurry(tier, seconds=0.3)
+        tier._transit._load_timeout = PATIENCE
+        with within(0.3):  # and not after their own time-out
+            assert ask(manager, PROMPT[:1]) == [MISS]
+            until(manager, lambda: manager.lookup(names).count(MISS) == 10)
         assert manager.stats().tiers[0].failed_loads == 10
         remote.plan["contains"].release()
         hanging.release()
@@ -312,8 +318,10 @@ def test_a_store_that_breaks_the_promises_of_its_lookups_is_left_alone(remote: F
 def test_it_stays_open_while_a_lookup_hangs_since_nobody_could_ask(remote: FaultyStore, hanging: Hanging) -> None:
     fill(str(remote.url), PROMPT[:1])
     remote.plan["contains"] = hanging
-    with managed(quick(remote, pause=0.01)) as manager:
+    tier = quick(remote, lookup_timeout=0.3, pause=0.01)
+    with managed(tier) as manager:
         assert ask(manager, PROMPT[:1]) == [MISS]
+        hurry(tier, seconds=PATIENCE)
         for _ in range(100):
             manager._turn()
             time.sleep(0.001)
@@ -325,15 +333,25 @@ def test_it_stays_open_while_a_lookup_hangs_since_nobody_could_ask(remote: Fault
         assert ask(manager, PROMPT[:1]) == [HIT]
 
 
-def test_loads_that_wait_behind_others_do_not_open_it(remote: FaultyStore) -> None:
-    """Many are late, and none hangs: a busy server is not a dead one."""
+def test_loads_that_wait_behind_others_do_not_open_it(remote: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many are late, and none hangs: a busy server is not a dead one. Time passes in loads alone, not for others."""
+    clock, begin, noticed = Time(), Time.now, threading.Event()
+    for module in ("pool", "questions", "transit"):
+        monkeypatch.setattr(f"kvstore.tiering.{module}.time", clock)
     names = keys(16, "busy")
     fill(str(remote.url), names)
-    remote.plan["get"] = slow(0.1)
+
+    def slow(call: Call) -> Any:
+        clock.now += 0.1
+        assert clock.now < begin + 0.6 or noticed.wait(PATIENCE)
+        return call.answer()
+
+    remote.plan["get"] = slow
     one_block_at_a_time(remote)
     with managed(quick(remote, threads=1, load_timeout=0.5), primary_slots=16) as manager:
         manager.lookup(names)
         until(manager, lambda: manager.stats().tiers[0].overdue_calls > 3)
+        noticed.set()
         assert manager.drain(PATIENCE)
         assert manager.stats().tiers[0].trips == 0
 
@@ -348,8 +366,10 @@ def test_one_load_that_never_returns_does_not_keep_the_tier_from_coming_back(
         return hanging(call)
 
     remote.plan["get"] = first_hangs
-    with managed(quick(remote)) as manager:
+    tier = quick(remote, load_timeout=0.3)
+    with managed(tier) as manager:
         assert ask(manager, PROMPT[:1]) == [MISS]
+        hurry(tier, seconds=PATIENCE)
         until(manager, lambda: all_closed(manager))
         assert hanging.waiting == ["get"]
         assert ask(manager, PROMPT[1:4]) == [HIT] * 3
@@ -362,9 +382,8 @@ def test_closing_while_it_is_open_or_a_probe_hangs_is_bounded(remote: FaultyStor
     trip(manager, remote)
     remote.plan["get"] = hanging
     until(manager, lambda: hanging.waiting)
-    begin = time.monotonic()
-    manager.close(timeout=0.5)
-    assert time.monotonic() - begin < 2.0
+    with within(0.5):
+        manager.close(timeout=0.5)
 
 
 def test_another_tier_is_not_concerned(remote: FaultyStore, local: FaultyStore) -> None:

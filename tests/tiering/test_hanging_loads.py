@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +26,7 @@ from tiering_helpers import (
     content,
     engine_store,
     fill,
+    hurry,
     keys,
     managed,
     until,
@@ -33,22 +35,24 @@ from tiering_helpers import (
 from kvstore import GetOutcome
 from kvstore.layout import as_bytes
 from kvstore.testing.faults import FaultyStore, Hanging, slow
+from kvstore.testing.patience import within
 from kvstore.tiering import SecondaryTier
 from kvstore.tiering.jobs import StagedLoad
+from kvstore.tiering.secondary import NETWORK_LOAD_TIMEOUT
 
 if TYPE_CHECKING:
     from kvstore.testing.faults import Call
 
 
 class LateWriter:
-    """A get that writes into its buffers when it is much too late; `wrote` are the addresses that it wrote to."""
+    """A get that writes into its buffers much too late, when it is told to; `wrote` are the addresses it wrote to."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
         self.wrote: list[int] = []
 
     def __call__(self, call: Call) -> list[GetOutcome]:
-        time.sleep(self.seconds)
+        self.go_on.wait(2 * PATIENCE)
         for block in call.blocks:
             buffer = as_bytes(block.into)
             buffer[:] = 0xEE
@@ -59,26 +63,28 @@ class LateWriter:
 @pytest.mark.parametrize(
     ("seconds", "options"),
     [
-        (1.5, {"load_timeout": 0.2}),
-        pytest.param(30.0, {}, marks=[pytest.mark.soak, pytest.mark.timeout(180)]),
+        (0.0, {"load_timeout": 0.2}),
+        pytest.param(30.0, {"load_timeout": NETWORK_LOAD_TIMEOUT}, marks=[pytest.mark.soak, pytest.mark.timeout(180)]),
     ],
 )
 def test_a_writer_that_is_late_touches_nothing_while_its_slots_hold_other_blocks(
     remote: FaultyStore, seconds: float, options: dict[str, float]
 ) -> None:
-    """Field reports 15 and 18: the request is released within 5 s, the slots are reused at once, and stay intact."""
+    """Field reports 15 and 18: the request is released in time, the slots are reused at once, and stay intact."""
     fill(str(remote.url), PROMPT[:4])
-    remote.plan["get"] = late = LateWriter(seconds)
+    remote.plan["get"] = late = LateWriter()
     with managed(SecondaryTier(remote, SPACE, **options)) as manager:
         begin = time.monotonic()
-        assert ask(manager, PROMPT[:4]) == [MISS] * 4
-        assert time.monotonic() - begin < 5.0
+        with within(options["load_timeout"]):
+            assert ask(manager, PROMPT[:4]) == [MISS] * 4
         others = PROMPT[10:14]
         assert engine_store(manager, others[:3]) == others[:3], "the slots are free again, at once"
-        until(manager, lambda: engine_store(manager, others[3:]), timeout=0.5)
+        until(manager, lambda: engine_store(manager, others[3:]))
         assert not late.wrote
         views = manager.prepare_load(others)
         while len(late.wrote) < 4:
+            if time.monotonic() - begin >= seconds:
+                late.go_on.set()
             assert time.monotonic() - begin < seconds + PATIENCE
             manager._turn()
             assert all(np.array_equal(view, content(key)) for key, view in zip(others, views, strict=True))
@@ -144,8 +150,8 @@ def test_loads_that_end_at_the_moment_they_are_given_up_are_right_or_missing(rem
     tier = SecondaryTier(remote, SPACE, threads=4, load_timeout=0.004, staging_bytes=16 * BLOCK, pause=0.0)
     came = missed = 0
     with managed(tier, primary_slots=8, slot_timeout=PATIENCE) as manager:
-        end = time.monotonic() + 2.0
-        for first in range(0, 1000, 4):
+        begin = time.monotonic()
+        for first in cycle(range(0, 1000, 4)):
             wanted = names[first : first + 4]
             answers = ask(manager, wanted)
             for key, view in zip(wanted, manager.prepare_load(wanted), strict=True):
@@ -155,10 +161,9 @@ def test_loads_that_end_at_the_moment_they_are_given_up_are_right_or_missing(rem
             missed += answers.count(MISS)
             engine_store(manager, keys(2, f"between {first}"))
             manager.finish_request(wanted)
-            if time.monotonic() > end:
+            if time.monotonic() > begin + 2.0 and came and missed:
                 break
-        assert came
-        assert missed
+            assert time.monotonic() < begin + PATIENCE, f"{came} came and {missed} did not"
 
 
 def test_a_tier_whose_staging_is_with_hung_calls_answers_misses_and_recovers(
@@ -169,9 +174,8 @@ def test_a_tier_whose_staging_is_with_hung_calls_answers_misses_and_recovers(
     remote.plan["get"] = hanging
     tier = impatient(remote, threads=8, staging_bytes=4 * BLOCK)
     with managed(tier, primary_slots=16) as manager:
-        begin = time.monotonic()
-        assert ask(manager, PROMPT[:8]) == [MISS] * 8
-        assert time.monotonic() - begin < 5.0
+        with within(0.2):
+            assert ask(manager, PROMPT[:8]) == [MISS] * 8
         assert staged_blocks(manager) == len(hanging.waiting) == 4
         manager.forget(PROMPT[:8])
         assert ask(manager, PROMPT[:8]) == [MISS] * 8
@@ -179,6 +183,7 @@ def test_a_tier_whose_staging_is_with_hung_calls_answers_misses_and_recovers(
         assert engine_store(manager, PROMPT[20:30]) == PROMPT[20:30], "slots are not what is missing"
         until(manager, lambda: manager.stats().tiers[0].shed == 10)
         assert manager.stats().primary.pinned == 0, "a store that gets no staging gives its slot back"
+        hurry(tier, seconds=PATIENCE)
         hanging.release()
         until(manager, lambda: staged_blocks(manager) == 0 and all_closed(manager))
         manager.forget(PROMPT[:8])

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from hanging_helpers import impatient
 from tiering_helpers import BLOCK, PATIENCE, PROMPT, engine_load, engine_store, fill, intact, keys, managed, until
 
+from kvstore.testing.patience import within
+
 if TYPE_CHECKING:
     from kvstore.testing.faults import FaultyStore, Hanging
 
@@ -43,7 +45,7 @@ def test_a_source_overwritten_once_its_slot_is_free_changes_nothing_that_is_stil
 ) -> None:
     """Field report 15."""
     remote.plan["put"] = hanging
-    with managed(impatient(remote), primary_slots=4) as manager:
+    with managed(impatient(remote, load_timeout=PATIENCE), primary_slots=4) as manager:
         assert engine_store(manager, PROMPT[:3]) == PROMPT[:3]
         until(manager, lambda: hanging.waiting and manager.stats().primary.pinned == 0)
         scribbled = manager.prepare_store(PROMPT[10:13])
@@ -69,6 +71,7 @@ def test_stores_behind_loads_that_hang_on_every_thread_give_their_slots_back_in_
             manager._turn()
         until(manager, lambda: len(hanging.waiting) == 2)
         assert engine_store(manager, PROMPT[10:14]) == PROMPT[10:14]
-        until(manager, lambda: manager.stats().primary.pinned == 0, timeout=5.0)
+        with within(0.5):
+            until(manager, lambda: manager.stats().primary.pinned == 0)
         assert manager.stats().tiers[0].shed == 4
         hanging.release()

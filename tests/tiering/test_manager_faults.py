@@ -29,29 +29,23 @@ from tiering_helpers import (
 from kvstore import GetOutcome
 from kvstore.errors import ShutdownTimeout, TierUnavailable
 from kvstore.testing.faults import failing, lying, slow
+from kvstore.testing.patience import GRACE, within
 from kvstore.tiering import SecondaryTier, TieringManager
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from kvstore import BlockStore
     from kvstore.testing.faults import Call, FaultyStore, Hanging
-
-
-def impatient(backend: BlockStore) -> SecondaryTier:
-    """A tier that gives up after 0.15 s."""
-    return SecondaryTier(backend, SPACE, threads=2, lookup_timeout=0.15, load_timeout=0.15)
 
 
 def test_a_lookup_that_hangs_becomes_a_miss_in_time(store: FaultyStore, hanging: Hanging) -> None:
     fill(str(store.url), PROMPT)
     store.plan["contains"] = hanging
-    with managed(impatient(store)) as manager:
-        begin = time.monotonic()
-        assert ask(manager, PROMPT[:10]) == [MISS] * 10
-        assert ask(manager, PROMPT[10:20]) == [MISS] * 10
-        assert time.monotonic() - begin < 2.0
+    with managed(SecondaryTier(store, SPACE, threads=2, lookup_timeout=0.15)) as manager:
+        with within(0.3):
+            assert ask(manager, PROMPT[:10]) == [MISS] * 10
+            assert ask(manager, PROMPT[10:20]) == [MISS] * 10
         hanging.release()
 
 
@@ -80,9 +74,8 @@ def test_closing_behind_a_lookup_that_hangs_holds_no_memory_and_does_not_raise(
     manager = TieringManager(SPACE, [store], primary_slots=4)
     manager.lookup(PROMPT)
     until(manager, lambda: hanging.waiting)
-    begin = time.monotonic()
-    manager.close(timeout=0.3)
-    assert time.monotonic() - begin < 2.0
+    with within(0.3):
+        manager.close(timeout=0.3)
 
 
 def test_closing_lets_queued_stores_finish(store: FaultyStore) -> None:
@@ -120,7 +113,7 @@ def test_a_load_that_fails_after_a_positive_lookup_is_a_miss_at_once_and_not_tri
 ) -> None:
     fill(str(store.url), PROMPT)
     store.plan["get"] = lying(GetOutcome.CORRUPT)
-    with managed(store) as manager:
+    with managed(store, miss_age=PATIENCE) as manager:
         assert ask(manager, PROMPT[:2]) == [MISS] * 2
         end = time.monotonic() + 0.3
         while time.monotonic() < end:  # an engine that asks again and again is not led on
@@ -169,8 +162,9 @@ def _size(path: Path) -> int:
 def test_no_call_of_the_engine_waits_for_a_backend(store: FaultyStore, hanging: Hanging) -> None:
     fill(str(store.url), PROMPT[:30])
     store.plan = dict.fromkeys(("contains", "get", "put", "touch"), hanging)
-    with managed(impatient(store), primary_slots=8) as manager:
-        worst = 0.0
+    tier = SecondaryTier(store, SPACE, threads=2, lookup_timeout=GRACE, load_timeout=GRACE)
+    with managed(tier, primary_slots=8) as manager:
+        took: list[float] = []
         calls: list[Callable[[], object]] = [
             lambda: manager.lookup(PROMPT),
             lambda: engine_store(manager, PROMPT[30:]),
@@ -184,6 +178,7 @@ def test_no_call_of_the_engine_waits_for_a_backend(store: FaultyStore, hanging: 
             for call in calls:
                 begin = time.perf_counter()
                 call()
-                worst = max(worst, time.perf_counter() - begin)
-        assert worst < 0.1
+                took.append(time.perf_counter() - begin)
+        assert max(took) < GRACE / 2, "others may have the processor for a while; a hang has no end"
+        assert sorted(took)[-4] < 0.1
         hanging.release()

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 from tiering_helpers import (
     HIT,
     MISS,
@@ -31,15 +32,34 @@ if TYPE_CHECKING:
     from kvstore.testing.faults import FaultyStore, Hanging
 
 
-def test_a_hit_stays_until_who_asked_can_pin_it_and_no_longer_than_promised() -> None:
-    with managed("memory://nothing", hold=0.2) as manager:
+class MovedTime:
+    """In place of the `time` module: what has passed, and what a test adds to it."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.now
+
+    perf_counter, sleep = staticmethod(time.perf_counter), staticmethod(time.sleep)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> MovedTime:
+    """What the manager goes by."""
+    clock = MovedTime()
+    monkeypatch.setattr("kvstore.tiering.manager.time", clock)
+    return clock
+
+
+def test_a_hit_stays_until_who_asked_can_pin_it_and_no_longer_than_promised(clock: MovedTime) -> None:
+    with managed("memory://nothing", hold=PATIENCE) as manager:
         manager.store(writes(PROMPT[:4]))
         assert manager.drain(PATIENCE)
         assert manager.lookup(PROMPT[:4]) == [HIT] * 4
         assert manager.prepare_store(PROMPT[10:11]) == [None], "all four are promised"
         views = manager.prepare_load(PROMPT[:2])
         assert all(np.array_equal(view, content(key)) for key, view in zip(PROMPT, views, strict=False))
-        time.sleep(0.25)
+        clock.now += PATIENCE
         manager.step()
         assert engine_store(manager, PROMPT[10:14]) == PROMPT[10:12], "two are pinned, two were not fetched in time"
         manager.complete_load(PROMPT[:2])
@@ -65,16 +85,15 @@ def test_blocks_behind_a_gap_are_not_kept_from_making_room_for_the_gap() -> None
             assert engine_load(manager, PROMPT) == 60
 
 
-def test_every_lookup_renews_the_promise() -> None:
-    with managed("memory://nothing", hold=0.2) as manager:
+def test_every_lookup_renews_the_promise(clock: MovedTime) -> None:
+    with managed("memory://nothing", hold=PATIENCE) as manager:
         manager.store(writes(PROMPT[:4]))
         assert manager.drain(PATIENCE)
-        end = time.monotonic() + 0.5
-        while time.monotonic() < end:
+        for _ in range(3):
             assert manager.lookup(PROMPT[:4]) == [HIT] * 4
+            clock.now += 0.75 * PATIENCE
             manager.step()
             assert manager.prepare_store(PROMPT[10:11]) == [None]
-            time.sleep(0.01)
         manager.finish_request(PROMPT[:4])
         assert engine_store(manager, PROMPT[10:11]) == PROMPT[10:11], "a finished request gives its promises back"
 
@@ -96,7 +115,7 @@ def test_who_waits_for_more_blocks_than_there_are_slots_is_told_miss_in_time() -
     with open_store("memory://prompts"):
         fill("memory://prompts", PROMPT)
         with managed("memory://prompts", slot_timeout=0.2) as manager:
-            assert ask(manager, PROMPT, timeout=3.0) == [HIT] * 4 + [MISS] * 56
+            assert ask(manager, PROMPT) == [HIT] * 4 + [MISS] * 56
             assert manager.stats().expired == 56
             manager.finish_request(PROMPT)
             assert engine_load(manager, PROMPT) == 60, "what was missed for want of a slot is not lost"

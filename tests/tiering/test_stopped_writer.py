@@ -5,23 +5,26 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tiering_helpers import PROMPT, SPACE, ask, engine_store, fill, keys, managed, writes
+from tiering_helpers import PATIENCE, PROMPT, SPACE, ask, engine_store, fill, keys, managed, writes
 
 from kvstore import LookupResult, PutOutcome, open_store
 from kvstore.errors import StoreAccessError, TierUnavailable
+from kvstore.testing.patience import wait_for, within
 from kvstore.turns import STOPPED_PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Generator
     from multiprocessing.synchronize import Event
     from pathlib import Path
+
+    from kvstore import BlockStore
 
 SPAWN = get_context("spawn")
 
@@ -77,20 +80,21 @@ def test_no_step_waits_blocks_are_read_stores_are_counted_and_it_is_said_once(
                 slowest.append(time.perf_counter() - before)
                 batch += 1
                 time.sleep(0.01)
-            assert ask(manager, PROMPT[:30], timeout=5) == [LookupResult.HIT] * 30
+            assert ask(manager, PROMPT[:30]) == [LookupResult.HIT] * 30
             (stats,) = manager.stats().tiers
             assert stats.stores == 0
             assert stats.failed_stores >= 4
             assert stats.failed_loads == 0
-            assert manager.drain(20)
+            assert manager.drain(PATIENCE)
         slowest.sort()
-        assert slowest[len(slowest) * 99 // 100] < 0.05
+        assert slowest[len(slowest) // 2] < 0.05
+        assert slowest[-4] < STOPPED_PATIENCE_S / 2, "others may have the processor for a while"
         told = [record.getMessage() for record in caplog.records if "held up all writers" in record.getMessage()]
         assert len([text for text in told if "Until then" in text]) == 1
         assert f"process {process}, which is stopped, has held up all writers" in told[0]
         assert f"kill -CONT {process}" in told[0]
         engine_store(manager, keys(4, "recovered"))
-        assert manager.drain(20)
+        assert manager.drain(PATIENCE)
         assert manager.stats().tiers[0].stores == 4
         assert any("writes again" in record.getMessage() for record in caplog.records)
     with open_store(url) as store:
@@ -100,24 +104,29 @@ def test_no_step_waits_blocks_are_read_stores_are_counted_and_it_is_said_once(
 def test_every_verb_that_writes_ends_in_time_and_says_who_is_in_the_way(url: str) -> None:
     fill(url, PROMPT[:4])
     with open_store(url) as store, stopped_writer(url) as process:
-        began = time.monotonic()
-        with pytest.raises(TierUnavailable, match=f"process {process}, which is stopped"):
+        with (
+            within(STOPPED_PATIENCE_S),
+            pytest.raises(TierUnavailable, match=f"process {process}, which is stopped"),
+        ):
             store.delete_many(SPACE, PROMPT[:1])
-        assert time.monotonic() - began < STOPPED_PATIENCE_S + 1
-        began = time.monotonic()
-        threads = [threading.Thread(target=store.touch_many, args=(SPACE, PROMPT[:4])) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        outcomes: list[PutOutcome] = []
+        wait_for(
+            lambda: seconds_of_eight_touches_and_a_put(store) < STOPPED_PATIENCE_S / 2
+        )  # it is known to be stopped
+        assert store.contains_many(SPACE, PROMPT[:4]) == [True] * 4
+
+
+def seconds_of_eight_touches_and_a_put(store: BlockStore) -> float:
+    began = time.monotonic()
+    with ThreadPoolExecutor(8) as pool:
+        touching = [pool.submit(store.touch_many, SPACE, PROMPT[:4]) for _ in range(8)]
         try:
             outcomes = store.put_many(SPACE, writes(keys(1, "new")))
         except TierUnavailable:
             outcomes = [PutOutcome.FAILED]
-        for thread in threads:
-            thread.join()
-        assert outcomes == [PutOutcome.FAILED]
-        assert time.monotonic() - began < 1, "what is known to be stopped is not waited for anew"
-        assert store.contains_many(SPACE, PROMPT[:4]) == [True] * 4
+        for touch in touching:
+            touch.result()
+    assert outcomes == [PutOutcome.FAILED]
+    return time.monotonic() - began
 
 
 def test_who_comes_while_the_writer_is_stopped_is_told_why_it_cannot_open_the_tier(url: str) -> None:

@@ -37,17 +37,17 @@ def archived(folder: Path, names: list[bytes] = PROMPT, **options: Any) -> str:
 def test_the_first_request_of_a_new_engine_finds_them(tmp_path: Path) -> None:
     archive = archived(tmp_path)
     with Driver([{**kvstore_tier(f"lmdb://{tmp_path}/new"), "archives": [archive]}]) as engine:
-        assert engine.tiers[0].warming.wait(10)
+        assert engine.tiers[0].warming.wait(60)
         assert engine.load(PROMPT) == len(PROMPT)
 
 
 def test_how_long_digests_are_is_seen_at_the_first_key_and_the_archives_are_compared_again(tmp_path: Path) -> None:
     archive = archived(tmp_path, SHORT)
     with Driver([{**kvstore_tier(f"lmdb://{tmp_path}/new"), "archives": [archive]}]) as engine:
-        assert engine.tiers[0].warming.wait(10)
+        assert engine.tiers[0].warming.wait(60)
         assert "digest" in engine.tiers[0].warming.errors[archive]
         engine.load(SHORT)
-        assert engine.tiers[0].warming.wait(10)
+        assert engine.tiers[0].warming.wait(60)
         assert engine.tiers[0].warming.errors == {}
         assert engine.load(SHORT) == len(SHORT)
 
@@ -60,7 +60,7 @@ def test_one_of_other_blocks_is_a_warning_and_the_engine_serves(
         caplog.at_level(logging.WARNING),
         Driver([{**kvstore_tier(f"lmdb://{tmp_path}/new"), "archives": [archive]}]) as engine,
     ):
-        assert engine.tiers[0].warming.wait(10)
+        assert engine.tiers[0].warming.wait(60)
         assert "layouts" in engine.tiers[0].warming.errors[archive]
         assert engine.load(PROMPT) == 0
         assert engine.store(PROMPT) == len(PROMPT)
@@ -77,7 +77,7 @@ def test_the_metrics_say_what_became_of_each(tmp_path: Path) -> None:
     archive, nothing = archived(tmp_path), f"file://{tmp_path}/nothing"
     with Driver([{**kvstore_tier(f"lmdb://{tmp_path}/new"), "archives": [archive, nothing]}]) as engine:
         (tier,) = engine.tiers
-        assert tier.warming.wait(10)
+        assert tier.warming.wait(60)
         assert counted(tier) == {
             "kvstore_restored_archives": 1,
             "kvstore_failed_archives": 1,
@@ -86,7 +86,7 @@ def test_the_metrics_say_what_became_of_each(tmp_path: Path) -> None:
         }
     with Driver([{**kvstore_tier(f"lmdb://{tmp_path}/new"), "archives": [archive]}]) as engine:
         (tier,) = engine.tiers
-        assert tier.warming.wait(10)
+        assert tier.warming.wait(60)
         assert counted(tier)["kvstore_archive_blocks"] == 0
 
 
@@ -94,11 +94,11 @@ def test_the_metrics_never_go_back_when_archives_are_compared_again(tmp_path: Pa
     archive = archived(tmp_path, SHORT)
     with Driver([{**kvstore_tier(f"lmdb://{tmp_path}/new"), "archives": [archive]}]) as engine:
         (tier,) = engine.tiers
-        assert tier.warming.wait(10)
+        assert tier.warming.wait(60)
         before = counted(tier)
         assert before["kvstore_failed_archives"] == 1
         engine.load(SHORT)
-        assert tier.warming.wait(10)
+        assert tier.warming.wait(60)
         steps = {name: step for name, step in counted(tier).items() if "waiting" not in name}
         assert steps == {"kvstore_restored_archives": 1, "kvstore_archive_blocks": len(SHORT)}
 

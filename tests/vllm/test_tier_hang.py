@@ -9,18 +9,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from driver import Driver, Request, keys, kvstore_tier
+from tiering_helpers import hurry
 from vllm.v1.kv_offload.base import LookupResult
 
 from kvstore import open_store
 from kvstore.errors import ShutdownTimeout
 from kvstore.testing.faults import FaultyStore, Hanging, failing
+from kvstore.testing.patience import GRACE, PATIENCE, within
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 PROMPT = keys(6)
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
-TIER = kvstore_tier("memory://hang", load_timeout=0.3, lookup_timeout=0.2)
+TIER = kvstore_tier("memory://hang", load_timeout=PATIENCE, lookup_timeout=PATIENCE)
+TIMEOUT = 0.3
+"""Seconds after which calls are given up in the time of a fault (`hurry`): nothing healthy is to meet it."""
 CALL_LIMIT = 200e-6
 
 
@@ -48,7 +52,13 @@ def stuck(engine: Driver, store: FaultyStore, hanging: Hanging, verb: str = "get
     store.plan[verb] = hanging
     request = engine.arrive(PROMPT)
     engine.until(lambda: engine.final(request) or hanging.waiting)
+    hurried(engine)
     return request
+
+
+def hurried(engine: Driver) -> None:
+    """What hangs is given up soon."""
+    hurry(*(tier._tier for tier in engine.tiers), seconds=TIMEOUT)
 
 
 def quick(engine: Driver) -> None:
@@ -58,13 +68,13 @@ def quick(engine: Driver) -> None:
     slow = engine.slow_calls()
     assert len(slow) > 200
     assert slow[len(slow) // 2] <= CALL_LIMIT
-    assert slow[-4] < TIER["lookup_timeout"] / 2, f"the slowest of {len(slow)} calls: {slow[-5:]}"
-    assert slow[-1] < 10 * TIER["lookup_timeout"], "others may have the processor for a while; a hang has no end"
+    assert slow[-4] < TIMEOUT / 2, f"the slowest of {len(slow)} calls: {slow[-5:]}"
+    assert slow[-1] < GRACE, "others may have the processor for a while; a hang has no end"
 
 
 def busy(engine: Driver, until: Callable[[], bool]) -> None:
     """Other requests come and go, in primary memory, until something has happened."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     names = keys(1, "other")
     while not until():
         assert time.monotonic() < deadline
@@ -80,9 +90,8 @@ def busy(engine: Driver, until: Callable[[], bool]) -> None:
 def test_a_request_behind_a_load_that_hangs_is_released_and_others_go_on(store: FaultyStore, hanging: Hanging) -> None:
     with Driver([TIER], rows=16) as engine:
         request = stuck(engine, store, hanging)
-        begin = time.monotonic()
-        busy(engine, lambda: engine.final(request) == [MISS])
-        assert time.monotonic() - begin < 3.0
+        with within(TIMEOUT):
+            busy(engine, lambda: engine.final(request) == [MISS])
         written = engine.prepare_store(request)
         assert written == PROMPT, "its rows are free: it is computed"
         engine.complete_store(request, written)
@@ -96,9 +105,7 @@ def test_a_request_behind_a_load_that_hangs_is_released_and_others_go_on(store: 
 
 def test_a_late_load_does_not_touch_rows_that_belong_to_others(store: FaultyStore, hanging: Hanging) -> None:
     with Driver([TIER], rows=6) as engine:
-        cold(engine)
-        store.plan["get"] = hanging
-        request = engine.arrive(PROMPT)
+        request = stuck(engine, store, hanging)
         engine.until(lambda: engine.final(request))
         engine.finish(request)
         engine.store(keys(6, "b"))
@@ -113,10 +120,12 @@ def test_lookups_that_hang_are_misses(store: FaultyStore, hanging: Hanging) -> N
     with Driver([TIER], rows=16) as engine:
         cold(engine)
         store.plan["contains"] = hanging
-        begin = time.monotonic()
-        assert engine.load(PROMPT) == 0
-        assert engine.load(keys(6, "c")) == 0, "nobody waits for it a second time"
-        assert time.monotonic() - begin < 3.0
+        hurried(engine)
+        with within(TIMEOUT):
+            assert engine.load(PROMPT) == 0
+        hurry(engine.tiers[0]._tier, seconds=PATIENCE)
+        with within(0):
+            assert engine.load(keys(6, "c")) == 0, "nobody waits for it a second time"
         quick(engine)
         hanging.release()
 
@@ -154,7 +163,7 @@ def test_a_read_stuck_in_the_kernel_keeps_its_rows_and_other_requests_go_on(
     with Driver([TIER], rows=16) as engine:
         request = stuck(engine, store, hanging)
         begin = time.monotonic()
-        busy(engine, lambda: time.monotonic() - begin > 0.6)
+        busy(engine, lambda: time.monotonic() - begin > 2 * TIMEOUT)
         assert engine.final(request) is None, "its rows may be written to at any time: they are nobody else's"
         quick(engine)
         hanging.release()
@@ -166,7 +175,7 @@ def test_blocks_of_a_local_load_that_is_overdue_are_misses_before_it_ends(store:
     """The tier is asked itself: vLLM's manager asks nobody about a block that is on its way into primary memory."""
     with Driver([TIER], rows=16) as engine:
         request = stuck(engine, store, hanging)
-        engine.until(lambda: engine.tiers[0].lookup(PROMPT[0], request.context) is MISS, timeout=5)
+        engine.until(lambda: engine.tiers[0].lookup(PROMPT[0], request.context) is MISS)
         assert hanging.waiting
         hanging.release()
 
@@ -176,9 +185,8 @@ def test_a_reset_waits_for_a_network_no_longer_than_a_load_may(store: FaultyStor
         stuck(engine, store, hanging)
         store.plan["put"] = hanging
         engine.store(keys(2, "b"))
-        begin = time.monotonic()
-        engine.reset_cache()
-        assert time.monotonic() - begin < 3.0
+        with within(TIMEOUT):
+            engine.reset_cache()
         hanging.release()
 
 
@@ -191,8 +199,9 @@ def test_a_reset_waits_for_a_read_stuck_in_the_kernel_and_says_so(
         stuck(engine, store, hanging)
         threading.Timer(0.5, hanging.release).start()
         begin = time.monotonic()
-        engine.reset_cache()
-        assert 0.3 < time.monotonic() - begin < 2.0
+        with within(0.5):
+            engine.reset_cache()
+        assert time.monotonic() - begin > 0.3
         assert "waiting for transfers that hold primary memory" in caplog.text
 
 
@@ -205,9 +214,8 @@ def test_shutdown_ends_within_its_bound_while_a_network_hangs(
         stuck(engine, store, hanging, verb)
         if verb == "put":
             engine.store(keys(2, "b"))
-        begin = time.monotonic()
-        engine.shutdown()
-        assert time.monotonic() - begin < 3.0
+        with within(0.4):
+            engine.shutdown()
         assert not engine.leftovers, "primary memory was given back"
         hanging.release()
 
@@ -219,10 +227,8 @@ def test_shutdown_raises_while_a_local_read_holds_rows_and_their_memory_stays(
     monkeypatch.setattr("kvstore.vllm.tier.SHUTDOWN_TIMEOUT", 0.4)
     with Driver([TIER], rows=16) as engine:
         stuck(engine, store, hanging)
-        begin = time.monotonic()
-        with pytest.raises(ShutdownTimeout, match="must stay mapped"):
+        with within(0.4), pytest.raises(ShutdownTimeout, match="must stay mapped"):
             engine.shutdown()
-        assert time.monotonic() - begin < 3.0
         assert engine.leftovers, "vLLM has kept its mapping"
         hanging.release()
         time.sleep(0.1)  # the read lands in memory that is still there
@@ -248,5 +254,6 @@ def test_a_second_tier_serves_while_the_first_hangs(
     with Driver([TIER, TIER], rows=16) as engine:
         cold(engine)
         store.plan.update(contains=hanging, get=hanging, put=hanging)
+        hurry(engine.tiers[0]._tier, seconds=TIMEOUT)
         assert engine.load(PROMPT) == 6
         hanging.release()

@@ -11,6 +11,7 @@ from vllm.v1.kv_offload.base import LookupResult
 
 from kvstore import open_store
 from kvstore.testing.faults import FaultyStore, Hanging
+from kvstore.testing.patience import PATIENCE, within
 from kvstore.vllm import tier
 
 if TYPE_CHECKING:
@@ -44,10 +45,12 @@ def engine(store: FaultyStore, hanging: Hanging) -> Iterator[Driver]:
         engine.settle()
 
 
-def test_a_request_waits_for_stores_that_hold_the_rows_for_its_blocks(engine: Driver, hanging: Hanging) -> None:
+def test_a_request_waits_for_stores_that_hold_the_rows_for_its_blocks(
+    engine: Driver, hanging: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier, "STORE_PATIENCE", PATIENCE)
     request = asked(engine)
-    begin = time.monotonic()
-    while time.monotonic() - begin < tier.STORE_PATIENCE / 4:
+    for _ in range(100):
         assert engine.lookup(request) == [LookupResult.RETRY] * len(PROMPT)
         engine.step()
     hanging.release()
@@ -57,15 +60,17 @@ def test_a_request_waits_for_stores_that_hold_the_rows_for_its_blocks(engine: Dr
 def test_it_does_not_wait_for_ever(engine: Driver) -> None:
     request = asked(engine)
     begin = time.monotonic()
-    answers = engine.until(lambda: engine.final(request), timeout=tier.STORE_PATIENCE + 5)
+    with within(tier.STORE_PATIENCE):
+        answers = engine.until(lambda: engine.final(request))
     assert MISS in answers, "there are not enough rows"
     assert time.monotonic() - begin >= tier.STORE_PATIENCE / 2
 
 
-def test_a_request_with_room_enough_does_not_wait(engine: Driver) -> None:
+def test_a_request_with_room_enough_does_not_wait(engine: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier, "STORE_PATIENCE", PATIENCE)
     begin = time.monotonic()
     assert engine.load(PROMPT[:4]) == 4
-    assert time.monotonic() - begin < tier.STORE_PATIENCE
+    assert time.monotonic() - begin < PATIENCE / 2
 
 
 def asked(engine: Driver) -> Request:
