@@ -28,6 +28,11 @@ __all__ = ["Collected", "Rules", "SpaceSurvey", "Survey", "collect", "survey"]
 
 T = TypeVar("T")
 
+RECORDS_BYTES = 64 << 10
+"""So much more goes where something goes, or a hundredth of the capacity, if the store counts exactly: what it writes
+down of removals, and of being opened and closed, may take pages of a catalogue, for which a second run would take a
+block.
+"""
 AT_ONCE = 1000
 """Blocks removed in one call."""
 
@@ -183,7 +188,8 @@ def _count(found: Survey, seen: SpaceSurvey, info: BlockInfo, number: int, ages:
 def _find_limit(found: Survey, store: BlockStore, capacity: int, ages: _Ages) -> None:
     going = sum(space.bytes if space.dropped else space.expired_bytes for space in found.spaces)
     excess = store.excess(capacity) - going
-    to_free = excess + int(capacity * (1 - found.rules.down_to)) if excess > 0 else 0
+    records = min(RECORDS_BYTES, capacity // 100) if store.capabilities.capacity_is_exact else 0
+    to_free = excess + max(records, int(capacity * (1 - found.rules.down_to))) if excess > 0 else 0
     found.limit = oldest_beyond(zip(ages.moments, ages.sizes, strict=True), to_free)
     over = _Over(found.limit)
     for moment, nbytes, number in zip(ages.moments, ages.sizes, ages.spaces, strict=True):
