@@ -29,9 +29,8 @@ __all__ = ["Collected", "Rules", "SpaceSurvey", "Survey", "collect", "survey"]
 T = TypeVar("T")
 
 RECORDS_BYTES = 64 << 10
-"""So much more goes where something goes, or a hundredth of the capacity, if the store counts exactly: what it writes
-down of removals, and of being opened and closed, may take pages of a catalogue, for which a second run would take a
-block.
+"""So much more goes where something goes, or a hundredth of the capacity, if the store counts exactly: what a small
+catalogue with no free page takes for the transactions that remove.
 """
 AT_ONCE = 1000
 """Blocks removed in one call."""
@@ -226,11 +225,12 @@ def collect(
             store.drop_namespace(space, only_if_empty=True)
     if found.leftovers:
         gone = store.leftovers(remove=True)
-        done.leftovers, done.bytes = len(gone), done.bytes + sum(leftover.nbytes for leftover in gone)
+        done.leftovers += len(gone)
+        done.bytes += sum(leftover.nbytes for leftover in gone)
     left = {space.name for space in store.namespaces()}
-    done.namespaces = sum(seen.namespace not in left for seen in found.spaces)
+    done.namespaces += sum(seen.namespace not in left for seen in found.spaces)
     done.bytes += sum(seen.bytes for seen in found.spaces if seen.dropped)
-    done.seconds = time.monotonic() - began
+    done.seconds += time.monotonic() - began
     return done
 
 

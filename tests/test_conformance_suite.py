@@ -79,22 +79,10 @@ def faulty_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_suite(folder: Path, site: Path, tests: str) -> tuple[int, set[str]]:
     """Run it in a folder and a process of its own: how many of its tests passed, and the names of those that failed."""
     (folder / "test_it.py").write_text(tests)
+    # The model finds a fault by chance: the same chance in every run.
+    options = ["-q", "--tb=line", "-rfE", "-p", "no:cacheprovider", "--basetemp=tmp", "--hypothesis-seed=1"]
     done = subprocess.run(
-        [
-            *(
-                sys.executable,
-                "-m",
-                "pytest",
-                "-q",
-                "--tb=line",
-                "-rfE",
-                "-p",
-                "no:cacheprovider",
-                "--basetemp=tmp",
-                ".",
-            ),
-            "--hypothesis-seed=1",  # the model finds a fault by chance: the same chance in every run
-        ],
+        [sys.executable, "-m", "pytest", *options, "."],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(site), *filter(None, sys.path)])},
         capture_output=True,

@@ -31,7 +31,6 @@ from kvstore.retention import Retention
 from kvstore.sealing import PLAIN, check_options, open_sealer, record_seal, recorded_seals
 from kvstore.url import CAPACITY, DURABILITY, MODE, READONLY, TierURL, kept_free, local_path
 from kvstore_lmdb.entry import place_of
-from kvstore_lmdb.heap import keep_freed_memory
 from kvstore_lmdb.space import SMALLEST_CAPACITY, Space
 
 if TYPE_CHECKING:
@@ -101,8 +100,6 @@ def open_tier(url: TierURL) -> Tier:
         space = Space(agreed or None, keep_free=kept_free(url, directory))
         if presence.alone and not readonly:
             _shrink(presence, space, mode)
-        if not readonly:
-            keep_freed_memory()
         environment = _open_environment(url, directory, space.map_size, mode)
         sealer = None
         try:

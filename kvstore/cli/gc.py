@@ -147,7 +147,12 @@ class _Size:
 def _carry_out(tier: TierURL, found: Survey, drop: Sequence[Namespace]) -> tuple[Collected, _Size]:
     # A sweep of its own would come in between, and a capacity of its own would stay: the rules have both.
     with open_store(_without(tier, "sweep", "capacity")) as store, progress("removing", found.blocks) as advance:
-        return collect(store, found, drop=drop, advance=advance), _Size.of(store)
+        done = collect(store, found, drop=drop, advance=advance)
+        capacity, rest = found.rules.capacity, found
+        while capacity is not None and rest.blocks and store.excess(capacity) > rest.excess:
+            rest = survey(store, found.rules)  # what was written down of the removals takes room, too
+            collect(store, rest, done=done)
+        return done, _Size.of(store)
 
 
 def _as_json(tier: TierURL, found: Survey, done: Collected | None, size: _Size) -> dict[str, Any]:

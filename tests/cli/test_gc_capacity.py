@@ -25,6 +25,26 @@ def count(url: str, **options: int) -> int:
         return store.usage().blocks
 
 
+def test_what_removals_write_down_costs_the_next_run_no_block(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The catalogue has no free page, and takes more of them than were foreseen: more blocks go for those at once."""
+    url = f"file://{tmp_path}/kv"
+    with open_store(url) as store:
+        assert isinstance(store, LocalZarrStore)
+        store.put_many(SPACE, writes(range(20)))
+        with store._tier.catalog.write() as change:
+            keys = [BlockKey(number.to_bytes(32, "little")) for number in range(2000)]
+            change.publish([Entry(address_of(SPACE, key), 4096, 1, 1) for key in keys])
+        capacity = store.excess(0) - 300 * 4096
+    told = machine(capsys, "gc", url, "--capacity", str(capacity))["to_go"]["blocks"]
+    went = machine(capsys, "gc", url, "--capacity", str(capacity), "--yes")["removed"]["over"]
+    assert 300 <= told < went < 600
+    with open_store(url) as store:
+        assert store.excess(capacity) <= 0
+    assert machine(capsys, "gc", url, "--capacity", str(capacity))["to_go"]["blocks"] == 0
+
+
 @pytest.mark.parametrize("scheme_", ["file", "lmdb"])
 @pytest.mark.parametrize("options", ["", "?capacity=64MiB"], ids=["no capacity", "a larger one"])
 def test_once_it_fits_nothing_more_goes(

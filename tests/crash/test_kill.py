@@ -49,16 +49,14 @@ def judge(report: Report, scheme: str) -> None:
     assert seen["wrong"] == seen["corrupt"] == seen["failed"] == 0
     assert min(seen["stored"], seen["hit"], seen["exists"]) > report.rounds  # there was life between the deaths
     many = report.rounds >= 100  # where chance evens out
-    assert (2 if many else 3) * report.kills_inside_puts >= report.kills
-    if scheme == "file" and many:  # by the catalogue's word; a put that waits for its turn has no intent yet
-        assert 4 * report.intents_of_the_dead >= report.kills
+    strict = scheme == "file" and many  # the catalogue's word for it
+    inside = report.intents_of_the_dead if strict else report.kills_inside_puts
+    assert (2 if many else 3) * inside >= report.kills
     assert onlooker is not None
     assert onlooker.walks > report.rounds
     assert onlooker.walks_over == 0, onlooker
     assert not onlooker.counts_over, onlooker
-    openings = sorted(report.openings_s)
-    assert openings[-1 - len(openings) // 50] < 1  # the others where somebody else had the processor
-    assert openings[-1] < 10
+    assert max(report.openings_s) < 1
 
 
 @pytest.mark.timeout(max(240, 3 * ROUNDS))

@@ -17,7 +17,7 @@ import pytest
 
 from kvstore import open_store
 from kvstore.errors import StoreOpenError, TierUnavailable
-from kvstore.testing.patience import patiently, wait_for, within
+from kvstore.testing.patience import PATIENCE, patiently, wait_for, within
 from kvstore.testing.proxy import (
     ANY,
     FaultProxy,
@@ -47,8 +47,8 @@ HIT, MISS, CORRUPT = GetOutcome.HIT, GetOutcome.MISS, GetOutcome.CORRUPT
 STORED, EXISTS = PutOutcome.STORED, PutOutcome.EXISTS
 TIMEOUT = 1.6
 """Seconds, for stores that meet a fault that does not pass: it is waited for. What is healthy is done `patiently`."""
-PATIENT = 60.0
-"""Seconds, for stores whose faults come at once: nothing there waits for a time-out, and a busy machine is not one."""
+GRACE = 1.5
+"""Within it every request ends, once at least in several tries: a busy machine may be late, and not each time."""
 SAME_FOLDER = next(number for number in range(100, 9999) if key(number).digest[0] == key(0).digest[0])
 
 VERBS: dict[str, Callable[[BlockStore], object]] = {
@@ -95,8 +95,7 @@ def test_a_fault_ends_in_time_and_is_over_when_it_is_over(
         if (verb, fault) in HARMLESS:
             assert patiently(ask, TIMEOUT) in (RIGHT[verb], [EXISTS])
         else:
-            with within(TIMEOUT), pytest.raises(TierUnavailable, match=re.escape(place)):
-                ask()
+            wait_for(lambda: seconds_until_given_up(ask, re.escape(place)) < TIMEOUT + GRACE)
         proxy.plan.clear()
         proxy.hang_up()  # connections that are kept and lead nowhere
         assert patiently(ask, TIMEOUT) in (RIGHT[verb], [EXISTS])
@@ -117,14 +116,14 @@ def test_a_server_that_says_nothing_is_waited_for_as_long_as_the_store_was_told(
         for store, timeout in ((patient, 4.0), (hasty, 0.6)):
             assert patiently(partial(get, store, [0]), timeout) == [HIT]
         proxy.plan["GET"] = silent
-        assert seconds_until_given_up(patient) >= 3.0
-        wait_for(lambda: 0.4 <= seconds_until_given_up(hasty) < 1.2)  # a busy machine may be late, and not each time
+        assert seconds_until_given_up(partial(get, patient, [0])) >= 3.0
+        wait_for(lambda: 0.4 <= seconds_until_given_up(partial(get, hasty, [0])) < 1.2)
 
 
-def seconds_until_given_up(store: BlockStore) -> float:
+def seconds_until_given_up(ask: Callable[[], object], told: str | None = None) -> float:
     began = time.monotonic()
-    with pytest.raises(TierUnavailable):
-        get(store, [0])
+    with pytest.raises(TierUnavailable, match=told):
+        ask()
     return time.monotonic() - began
 
 
@@ -151,7 +150,7 @@ def test_a_fault_that_passes_is_not_noticed(server: S3Server, place: str, client
         store.put_many(SPACE, [write(0)])
     with (
         FaultProxy(server.port) as proxy,
-        open_store(place, client=client, endpoint=proxy.endpoint, timeout=PATIENT, lookup_ttl=0) as store,
+        open_store(place, client=client, endpoint=proxy.endpoint, timeout=PATIENCE, lookup_ttl=0) as store,
     ):
         store.put_many(SPACE, [write(0)])
         proxy.plan[verb] = PASSING[fault]
@@ -163,7 +162,7 @@ def test_there_is_one_layer_of_retries(server: S3Server, place: str, client: str
         store.put_many(SPACE, [write(0)])
     with (
         FaultProxy(server.port) as proxy,
-        open_store(place, client=client, endpoint=proxy.endpoint, timeout=PATIENT) as store,
+        open_store(place, client=client, endpoint=proxy.endpoint, timeout=PATIENCE) as store,
     ):
         proxy.plan["GET"] = slow_down
         before = proxy.counts
@@ -175,7 +174,7 @@ def test_there_is_one_layer_of_retries(server: S3Server, place: str, client: str
 def test_a_put_whose_answer_was_lost_is_there_once(server: S3Server, place: str, client: str) -> None:
     with (
         FaultProxy(server.port) as proxy,
-        open_store(place, client=client, endpoint=proxy.endpoint, timeout=PATIENT) as store,
+        open_store(place, client=client, endpoint=proxy.endpoint, timeout=PATIENCE) as store,
     ):
         store.put_many(SPACE, [write(0)])
         proxy.plan["PUT"] = times(1, unanswered)
@@ -190,7 +189,7 @@ def test_a_bit_that_flips_on_the_way_is_read_again_and_costs_no_block(
         store.put_many(SPACE, [write(0)])
     with (
         FaultProxy(server.port) as proxy,
-        open_store(place, client=client, endpoint=proxy.endpoint, timeout=PATIENT) as store,
+        open_store(place, client=client, endpoint=proxy.endpoint, timeout=PATIENCE) as store,
     ):
         proxy.plan["GET"] = times(1, flipping(5000))
         assert get(store, [0]) == [HIT]
@@ -201,7 +200,7 @@ def test_a_bit_that_flips_on_the_way_is_read_again_and_costs_no_block(
 def test_a_bit_that_flips_while_it_is_stored_is_found(server: S3Server, place: str, client: str) -> None:
     with (
         FaultProxy(server.port) as proxy,
-        open_store(place, client=client, endpoint=proxy.endpoint, timeout=PATIENT) as store,
+        open_store(place, client=client, endpoint=proxy.endpoint, timeout=PATIENCE) as store,
     ):
         store.put_many(SPACE, [write(0)])
         proxy.plan["PUT"] = flipping(5000, upload=True)
@@ -220,8 +219,8 @@ def test_a_server_behind_a_cut_cable_is_given_up_in_time_and_found_again(
         patiently(partial(store.put_many, SPACE, [write(0)]), TIMEOUT)
         with proxy.unreachable():
             for verb in VERBS.values():
-                with within(TIMEOUT), pytest.raises(TierUnavailable):
-                    verb(store)
+                ask = partial(verb, store)
+                wait_for(lambda ask=ask: seconds_until_given_up(ask) < TIMEOUT + GRACE)
         found = partial(get, store, [0])
         assert patiently(found, TIMEOUT) == [HIT]
         with proxy.down(), pytest.raises(TierUnavailable):
@@ -241,7 +240,7 @@ def test_a_batch_of_which_one_request_fails_says_nothing_of_the_blocks(
 ) -> None:
     with (
         FaultProxy(server.port) as proxy,
-        open_store(place, client=client, endpoint=proxy.endpoint, timeout=PATIENT) as store,
+        open_store(place, client=client, endpoint=proxy.endpoint, timeout=PATIENCE) as store,
     ):
         store.put_many(SPACE, writes(range(12)))
         proxy.plan["GET"] = times(4, slow_down, then=slow_down)

@@ -29,7 +29,7 @@ from tiering_helpers import (
 from kvstore import GetOutcome
 from kvstore.errors import ShutdownTimeout, TierUnavailable
 from kvstore.testing.faults import failing, lying, slow
-from kvstore.testing.patience import GRACE, within
+from kvstore.testing.patience import GRACE, within, without_processor_s
 from kvstore.tiering import SecondaryTier, TieringManager
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def test_no_call_of_the_engine_waits_for_a_backend(store: FaultyStore, hanging: 
     store.plan = dict.fromkeys(("contains", "get", "put", "touch"), hanging)
     tier = SecondaryTier(store, SPACE, threads=2, lookup_timeout=GRACE, load_timeout=GRACE)
     with managed(tier, primary_slots=8) as manager:
-        took: list[float] = []
+        worst = 0.0
         calls: list[Callable[[], object]] = [
             lambda: manager.lookup(PROMPT),
             lambda: engine_store(manager, PROMPT[30:]),
@@ -176,9 +176,8 @@ def test_no_call_of_the_engine_waits_for_a_backend(store: FaultyStore, hanging: 
         ]
         for _ in range(20):
             for call in calls:
-                begin = time.perf_counter()
+                begin = time.perf_counter() - without_processor_s()
                 call()
-                took.append(time.perf_counter() - begin)
-        assert max(took) < GRACE / 2, "others may have the processor for a while; a hang has no end"
-        assert sorted(took)[-4] < 0.1
+                worst = max(worst, time.perf_counter() - without_processor_s() - begin)
+        assert worst < 0.1
         hanging.release()

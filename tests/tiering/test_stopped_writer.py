@@ -16,7 +16,7 @@ from tiering_helpers import PATIENCE, PROMPT, SPACE, ask, engine_store, fill, ke
 
 from kvstore import LookupResult, PutOutcome, open_store
 from kvstore.errors import StoreAccessError, TierUnavailable
-from kvstore.testing.patience import wait_for, within
+from kvstore.testing.patience import wait_for, within, without_processor_s
 from kvstore.turns import STOPPED_PATIENCE_S
 
 if TYPE_CHECKING:
@@ -74,10 +74,10 @@ def test_no_step_waits_blocks_are_read_stores_are_counted_and_it_is_said_once(
         with stopped_writer(url) as process:
             began, batch = time.monotonic(), 0
             while time.monotonic() - began < STOPPED_PATIENCE_S + 2:
-                before = time.perf_counter()
+                before = time.perf_counter() - without_processor_s()
                 engine_store(manager, keys(4, f"new {batch}"))
                 manager.step()
-                slowest.append(time.perf_counter() - before)
+                slowest.append(time.perf_counter() - without_processor_s() - before)
                 batch += 1
                 time.sleep(0.01)
             assert ask(manager, PROMPT[:30]) == [LookupResult.HIT] * 30
@@ -87,8 +87,7 @@ def test_no_step_waits_blocks_are_read_stores_are_counted_and_it_is_said_once(
             assert stats.failed_loads == 0
             assert manager.drain(PATIENCE)
         slowest.sort()
-        assert slowest[len(slowest) // 2] < 0.05
-        assert slowest[-4] < STOPPED_PATIENCE_S / 2, "others may have the processor for a while"
+        assert slowest[len(slowest) * 99 // 100] < 0.05
         told = [record.getMessage() for record in caplog.records if "held up all writers" in record.getMessage()]
         assert len([text for text in told if "Until then" in text]) == 1
         assert f"process {process}, which is stopped, has held up all writers" in told[0]
