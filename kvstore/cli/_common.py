@@ -16,7 +16,7 @@ import click
 from kvstore.cli._output import printable
 from kvstore.inspect.opening import open_to_look, with_own_capacity
 from kvstore.inspect.summary import NamespaceSummary, summaries
-from kvstore.inspect.wording import age
+from kvstore.inspect.wording import age, counted
 from kvstore.registry import open_store
 from kvstore.url import MODE, format_size
 
@@ -116,7 +116,7 @@ def print_unseen(unseen: Iterable[Unseen]) -> None:
     """What stands in a tier and was not looked into, to stdout."""
     for one in unseen:
         size = "" if one.bytes is None else f", {format_size(one.bytes)}"
-        click.echo(f"not looked into: {one.blocks} blocks{size}: {printable(one.why)}")
+        click.echo(f"not looked into: {counted(one.blocks, 'block')}{size}: {printable(one.why)}")
 
 
 def stdout_console() -> Console:

@@ -17,6 +17,7 @@ from kvstore.cli._output import printable
 from kvstore.cli._restored import exit_as, marking, show_reports
 from kvstore.cli._selection import selected, selecting
 from kvstore.errors import StoreFullError
+from kvstore.inspect.wording import counted
 from kvstore.url import TierURL, format_size, parse_duration
 
 if TYPE_CHECKING:
@@ -107,7 +108,10 @@ def create(
     if as_json:
         emit_json(_info_json(info))
     else:
-        click.echo(f"{info.url}: {info.blocks} blocks, {info.tokens} tokens, {format_size(info.stored_bytes)}")
+        click.echo(
+            f"{info.url}: {counted(info.blocks, 'block')}, {counted(info.tokens, 'token')},"
+            f" {format_size(info.stored_bytes)}"
+        )
 
 
 @archive.command(name="list", epilog="\b\nExample:\n  kvstore archive list s3://bucket/archives")

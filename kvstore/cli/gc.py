@@ -13,6 +13,7 @@ from kvstore.cli._names import matching_namespaces
 from kvstore.collection import Rules, collect, survey
 from kvstore.errors import InvalidOptionError
 from kvstore.inspect.opening import capacity_in_bytes
+from kvstore.inspect.wording import counted
 from kvstore.registry import backend_class, open_store
 from kvstore.retention import TTL, TTL_FROM
 from kvstore.url import CAPACITY, READONLY, TierURL, format_size
@@ -200,12 +201,13 @@ def _show(tier: TierURL, found: Survey, done: Collected | None) -> None:
             f"{format_size(found.excess)} over the capacity would be left: it is pinned, or the tier's own records"
         )
     if done is None:
-        click.echo(f"{found.blocks} blocks, {format_size(found.bytes)} would go; --yes removes them")
+        click.echo(f"{counted(found.blocks, 'block')}, {format_size(found.bytes)} would go; --yes removes them")
         return
     went = done.expired + done.over + done.dropped
     click.echo(
-        f"{went} blocks, {format_size(done.bytes)} are gone ({done.expired} expired, {done.over} over the capacity,"
-        f" {done.dropped} with their namespace), {done.leftovers} leftovers, {done.namespaces} namespaces"
+        f"{counted(went, 'block')}, {format_size(done.bytes)} gone ({done.expired} expired, {done.over} over the"
+        f" capacity, {done.dropped} with their namespace), {counted(done.leftovers, 'leftover')},"
+        f" {counted(done.namespaces, 'namespace')}"
     )
     if done.kept:
-        click.echo(f"{done.kept} blocks were used, pinned or removed meanwhile, and left alone")
+        click.echo(f"{counted(done.kept, 'block')} left alone: used, pinned or removed meanwhile")

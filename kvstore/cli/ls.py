@@ -12,7 +12,7 @@ from kvstore.cli._names import address_json, facts_json, matching_namespaces
 from kvstore.cli._output import printable
 from kvstore.inspect.scanned import Scanned
 from kvstore.inspect.tree import PrefixTree
-from kvstore.inspect.wording import short
+from kvstore.inspect.wording import counted, short
 from kvstore.types import NO_POSITION
 from kvstore.url import TierURL, format_size
 
@@ -143,13 +143,13 @@ def _drawn(tree: PrefixTree, runs: list[tuple[int, Run]]) -> Tree:
     def text(line: str) -> Text:
         return Text(printable(line))
 
-    drawn = Tree(text(f"{short(tree.namespace.name)} {tree.namespace.model}: {tree.blocks:,} blocks"))
+    drawn = Tree(text(f"{short(tree.namespace.name)} {tree.namespace.model}: {counted(tree.blocks, 'block')}"))
     branches = [drawn]
     for depth, run in runs:
         del branches[depth + 1 :]
         branches.append(branches[-1].add(text((tree.heading(run) if depth == 0 else "") + run.line())))
     if tree.loose:
-        drawn.add(text(f"{len(tree.loose):,} blocks without position and parent"))
+        drawn.add(text(f"{counted(len(tree.loose), 'block')} without position and parent"))
     return drawn
 
 

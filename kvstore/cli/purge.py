@@ -20,6 +20,7 @@ from kvstore.cli._names import marks_of, no_block_has
 from kvstore.cli._output import OutputError, printable
 from kvstore.cli._receipt import ReceiptFile
 from kvstore.errors import InvalidOptionError, KVStoreError
+from kvstore.inspect.wording import counted
 from kvstore.marks import Mark
 from kvstore.purging import Keys, Receipt, Request, TierReceipt
 from kvstore.purging import purge as purge_tiers
@@ -253,7 +254,7 @@ def _show(receipt: Receipt) -> None:
             click.echo(f"failed: {failure}")
         print_unseen(tier.unseen)
         if tier.left:
-            click.echo(f"{tier.left} blocks are still there: run the same command again")
+            click.echo(f"{counted(tier.left, 'block')} still there: run the same command again")
         if tier.stored_since:
             click.echo(
                 f"{tier.stored_since} such blocks were stored since it began: reset the engines, then purge again"
@@ -262,7 +263,7 @@ def _show(receipt: Receipt) -> None:
             _show_rest(tier)
     if receipt.dry_run:
         blocks, nbytes = sum(tier.blocks for tier in receipt.tiers), sum(tier.bytes for tier in receipt.tiers)
-        click.echo(f"{blocks} blocks, {format_size(nbytes)} would go; --yes removes them")
+        click.echo(f"{counted(blocks, 'block')}, {format_size(nbytes)} would go; --yes removes them")
     else:
         for text in receipt.elsewhere:
             click.echo(text)
@@ -271,7 +272,7 @@ def _show(receipt: Receipt) -> None:
 def _show_rest(tier: TierReceipt) -> None:
     if not tier.blocks:
         click.echo("nothing like that was found")
-    click.echo(f"{tier.blocks} blocks, {format_size(tier.bytes)} are gone, in {tier.seconds:.1f} s")
+    click.echo(f"{counted(tier.blocks, 'block')}, {format_size(tier.bytes)} gone, in {tier.seconds:.1f} s")
     if tier.blocks and tier.refused_until is not None:
         within = f", other processes within {tier.others_know_within:.0f} s" if tier.others_know_within else ""
         click.echo(f"they are not stored again before {_when(tier.refused_until)}{within}")

@@ -9,6 +9,7 @@ import click
 
 from kvstore.cli._common import as_it_is, emit_json, json_option, progress
 from kvstore.errors import ConfigurationError
+from kvstore.inspect.wording import counted
 from kvstore.registry import open_store
 from kvstore.url import TierURL
 
@@ -36,7 +37,7 @@ def reindex(url: str, as_json: bool) -> None:
         if as_json:
             emit_json({"url": str(tier), **found})
             return
-        click.echo(f"{tier}: {found['added']} blocks added, {found['removed']} that were gone taken out")
+        click.echo(f"{tier}: {counted(found['added'], 'block')} added, {found['removed']} that were gone taken out")
         if found["unreadable"]:
             click.echo(f"  {found['unreadable']} files have the name of a block and are none: left where they are")
 

@@ -11,6 +11,7 @@ from kvstore.cli import EXIT_NOT_INTACT
 from kvstore.cli._common import as_it_is, emit_json, json_option, print_table, print_unseen, progress
 from kvstore.cli._output import printable
 from kvstore.errors import InvalidOptionError
+from kvstore.inspect.wording import counted
 from kvstore.rekeying import foresee, keyrings_of, reseal, rewrap
 from kvstore.sealing import KeySource
 from kvstore.url import TierURL
@@ -110,16 +111,16 @@ def _show_foreseen(found: Foreseen) -> None:
             " is dropped can be read by nobody afterwards"
         )
     click.echo(
-        f"{found.blocks} blocks would be sealed under new data keys, and {len(found.drop)} data keys be dropped; --yes"
-        " does it"
+        f"{counted(found.blocks, 'block')} would be sealed under new data keys, and"
+        f" {counted(len(found.drop), 'data key')} be dropped; --yes does it"
     )
 
 
 def _show(answer: dict[str, Any], *, data: bool, new_encryption: str | None) -> None:
     if data:
         click.echo(
-            f"{answer['resealed']} blocks sealed under new data keys, {answer['lost']} lost, {answer['dropped']} old"
-            " data keys dropped"
+            f"{counted(answer['resealed'], 'block')} sealed under new data keys, {answer['lost']} lost,"
+            f" {answer['dropped']} old data keys dropped"
         )
         if answer["unmarked"]:
             click.echo(f"{answer['unmarked']} labels, tenants or pins of those blocks could not be given back")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvstore.cli._common import age, emit_json, json_option, open_to_inspect, print_table, print_unseen, summaries
+from kvstore.inspect.wording import counted
 from kvstore.url import TierURL, format_size
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def _show(tier: TierURL, store: BlockStore, found: list[NamespaceSummary]) -> No
         f" of {format_size(usage.capacity)} ({taken / usage.capacity:.0%})" if usage.capacity else ", no capacity set"
     )
     click.echo(str(tier))
-    click.echo(f"  {usage.blocks} blocks, {format_size(taken)}{share}")
+    click.echo(f"  {counted(usage.blocks, 'block')}, {format_size(taken)}{share}")
     click.echo(
         f"  {format_size(usage.used)} in blocks, {format_size(usage.reserved)} reserved,"
         f" {format_size(usage.overhead)} overhead"
@@ -65,7 +66,9 @@ def _show(tier: TierURL, store: BlockStore, found: list[NamespaceSummary]) -> No
         click.echo(f"  note: {note}")
     if (done := store.scrubbed()) is not None:
         last = f"the last whole pass ended {age(done.ended)} ago" if done.passes else "no whole pass yet"
-        click.echo(f"  scrub: {done.blocks} blocks, {format_size(done.bytes)}, {done.corrupt} corrupt; {last}")
+        click.echo(
+            f"  scrub: {counted(done.blocks, 'block')}, {format_size(done.bytes)}, {done.corrupt} corrupt; {last}"
+        )
     _show_namespaces(found)
 
 

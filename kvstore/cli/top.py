@@ -12,6 +12,7 @@ import click
 
 from kvstore.cli._common import age, emit_json, json_option, open_to_inspect
 from kvstore.cli._output import printable, reader_left
+from kvstore.inspect.wording import counted
 from kvstore.url import TierURL, format_size
 from kvstore.watching import Watcher
 
@@ -127,7 +128,7 @@ def _view(tier: TierURL, sample: Sample) -> Group:
     gone = "" if sample.evictions_per_s is None else f", {about}{sample.evictions_per_s:.1f} evictions/s"
     lines = [
         f"{tier}   {time.strftime('%H:%M:%S', time.localtime(sample.time))}",
-        f"  {usage.blocks} blocks, {format_size(sample.taken)}{share}{pinned}",
+        f"  {counted(usage.blocks, 'block')}, {format_size(sample.taken)}{share}{pinned}",
         f"  {about}{sample.stores_per_s:.1f} stores/s{gone}",
     ]
     if not sample.complete:

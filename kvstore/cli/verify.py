@@ -25,6 +25,7 @@ from kvstore.cli import EXIT_NOT_INTACT
 from kvstore.cli._common import as_it_is, emit_json, json_option, open_to_inspect, print_table, print_unseen, progress
 from kvstore.cli._names import address_json
 from kvstore.errors import InvalidOptionError, StoreDamagedError, StoreNotFoundError
+from kvstore.inspect.wording import counted
 from kvstore.reading import ThreadMemory, batches
 from kvstore.registry import backend_class, open_store
 from kvstore.types import BlockRead, GetOutcome
@@ -303,5 +304,5 @@ def _show(verdict: _Verdict) -> None:
                 "lost: how many blocks is not known, and it may be all: what is left of the records does not say"
             )
         elif one.lost:
-            blocks = "1 block" if one.lost == 1 else f"{one.lost} blocks"
+            blocks = counted(one.lost, "block")
             click.echo(f"lost: {blocks} that the tier had before: to be computed again")

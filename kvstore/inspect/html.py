@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.inspect.axes import engine_of
 from kvstore.inspect.summary import summaries
-from kvstore.inspect.wording import age, moment, short
+from kvstore.inspect.wording import age, counted, moment, short
 from kvstore.url import format_size
 
 if TYPE_CHECKING:
@@ -95,9 +95,11 @@ def tree_html(tree: PrefixTree) -> str:
     total = sum(1 for _ in tree.runs())
     rest = _more(total, shown, "runs")
     if tree.loose:
-        rest += f'<div style="{_DIM}">{len(tree.loose):,} blocks without position and parent</div>'
+        rest += f'<div style="{_DIM}">{counted(len(tree.loose), "block")} without position and parent</div>'
     title = f"Prefixes of {short(tree.namespace.name)}"
-    return _box(title, f"{tree.blocks:,} blocks in {total:,} runs, {tree.where}", "".join(parts) + rest)
+    return _box(
+        title, f"{counted(tree.blocks, 'block')} in {counted(total, 'run')}, {tree.where}", "".join(parts) + rest
+    )
 
 
 def _run_html(tree: PrefixTree, run: Run, depth: int) -> str:

@@ -14,7 +14,7 @@ from kvstore.inspect.scanned import Scanned
 from kvstore.inspect.summary import summary_of
 from kvstore.inspect.tree import PrefixTree
 from kvstore.inspect.view import View
-from kvstore.inspect.wording import listing, short
+from kvstore.inspect.wording import counted, listing, short
 from kvstore.url import format_size
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class NamespaceView(View):
     def __repr__(self) -> str:
         sums = self.summary
         return (
-            f"<NamespaceView {short(self.name)} of {self.namespace.model}: {sums.blocks:,} blocks,"
+            f"<NamespaceView {short(self.name)} of {self.namespace.model}: {counted(sums.blocks, 'block')},"
             f" {format_size(sums.bytes)}, {self.namespace.block_tokens} tokens each, in {self.source}>"
         )
 

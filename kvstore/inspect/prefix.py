@@ -9,7 +9,7 @@ from kvstore.inspect.axes import tokens_of
 from kvstore.inspect.block import BlockView
 from kvstore.inspect.needs import needed
 from kvstore.inspect.view import KVView
-from kvstore.inspect.wording import short
+from kvstore.inspect.wording import counted, short
 from kvstore.types import NO_PARENT, NO_POSITION
 from kvstore.url import format_size
 
@@ -142,7 +142,7 @@ class PrefixView(KVView):
         begins = "" if self.complete else " of unknown place" if start == NO_POSITION else f" from block {start} on"
         size = format_size(sum(info.stored_bytes for info in self.infos))
         return (
-            f"<PrefixView {short(self.digest)} group {self.group}: {len(self.infos):,} blocks{begins},"
+            f"<PrefixView {short(self.digest)} group {self.group}: {counted(len(self.infos), 'block')}{begins},"
             f" {self.tokens:,} tokens, {size}, in {self.source}>"
         )
 

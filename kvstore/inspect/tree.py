@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstore.inspect.axes import tokens_of
-from kvstore.inspect.wording import age, short
+from kvstore.inspect.wording import age, counted, short
 from kvstore.types import NO_PARENT, NO_POSITION
 from kvstore.url import format_size
 
@@ -141,7 +141,7 @@ class PrefixTree:
         if runs > most:
             lines.append(f"… and {runs - most:,} more runs")
         if self.loose:
-            lines.append(f"{len(self.loose):,} blocks without position and parent")
+            lines.append(f"{counted(len(self.loose), 'block')} without position and parent")
         return "\n".join(lines or ["no blocks"])
 
     def heading(self, root: Run) -> str:
@@ -150,7 +150,8 @@ class PrefixTree:
         return group + ("" if root.complete else "(beginning not stored) ")
 
     def __repr__(self) -> str:
-        return f"<PrefixTree of {short(self.namespace.name)} in {self.where}: {self.blocks:,} blocks>\n{self.text()}"
+        blocks = counted(self.blocks, "block")
+        return f"<PrefixTree of {short(self.namespace.name)} in {self.where}: {blocks}>\n{self.text()}"
 
     def _repr_html_(self) -> str:
         from kvstore.inspect.html import tree_html
@@ -160,7 +161,7 @@ class PrefixTree:
 
 def _places(start: int, count: int) -> str:
     if start == NO_POSITION:
-        return f"{count:,} blocks"
+        return counted(count, "block")
     return f"block {start}" if count == 1 else f"blocks {start}–{start + count - 1}"
 
 

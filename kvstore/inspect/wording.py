@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["SHORT", "age", "listing", "moment", "short"]
+__all__ = ["SHORT", "age", "counted", "listing", "moment", "short"]
 
 SHORT = 12
 """Hex digits that tell blocks and namespaces of one tier apart: 48 bits."""
@@ -34,6 +34,11 @@ def moment(seconds: float) -> str:
 def short(name: str) -> str:
     """The beginning of a digest or a namespace's name; any view takes it in place of the whole."""
     return name[:SHORT]
+
+
+def counted(number: int, what: str) -> str:
+    """`1 block`, `12,000 blocks`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def listing(names: Iterable[str], most: int = 8) -> str:

@@ -42,7 +42,6 @@ __all__ = [
     "Unit",
     "byte_unit",
     "colour_bar",
-    "counted",
     "duration_unit",
     "layer_axis",
     "legend",
@@ -154,11 +153,6 @@ def readable_on(face: Any) -> str:
     """Black or white, whichever can be read on this colour (sRGB luminance by ITU-R BT.709)."""
     red, green, blue = to_rgb(face)
     return DARK if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.5 else "white"
-
-
-def counted(number: int, what: str) -> str:
-    """`1 block`, `12,000 blocks`."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvstore.inspect.pictures._arrays import KV
-from kvstore.inspect.pictures._paper import DARK, LABEL, MIDDLE, Picture, counted, layer_axis, legend, note, sheet, tidy
+from kvstore.inspect.pictures._paper import DARK, LABEL, MIDDLE, Picture, layer_axis, legend, note, sheet, tidy
+from kvstore.inspect.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,7 +22,6 @@ from kvstore.inspect.pictures._paper import (
     Unit,
     byte_unit,
     colour_bar,
-    counted,
     duration_unit,
     note,
     nothing,
@@ -31,6 +30,7 @@ from kvstore.inspect.pictures._paper import (
     seconds,
     sheet,
 )
+from kvstore.inspect.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -24,7 +24,6 @@ from kvstore.inspect.pictures._paper import (
     Picture,
     Unit,
     byte_unit,
-    counted,
     duration_unit,
     legend,
     note,
@@ -32,6 +31,7 @@ from kvstore.inspect.pictures._paper import (
     seconds,
     sheet,
 )
+from kvstore.inspect.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

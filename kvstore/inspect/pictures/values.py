@@ -24,7 +24,6 @@ from kvstore.inspect.pictures._paper import (
     NOTE,
     Picture,
     colour_bar,
-    counted,
     layer_axis,
     legend,
     named_by,
@@ -33,6 +32,7 @@ from kvstore.inspect.pictures._paper import (
     scale_of,
     sheet,
 )
+from kvstore.inspect.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
