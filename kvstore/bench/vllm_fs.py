@@ -169,7 +169,7 @@ class _Vllm:
             self._spec = importlib.import_module("vllm.v1.kv_offload.tiering.spec")
             self._fs = importlib.import_module("vllm.v1.kv_offload.tiering.fs.manager")
             io = importlib.import_module("vllm.v1.kv_offload.tiering.fs.io")
-        except ImportError as error:
+        except (ImportError, AttributeError) as error:  # no version: a folder of that name, which is no vLLM
             raise MissingDependencyError(
                 f"--against vllm-fs needs vLLM 0.28 or later in this Python ({error}): pip install vllm, or run the"
                 " command in vLLM's environment with kvstore-tiers installed there"
