@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
     from kvstore.bench.contestant import Contestant
 
-THREADS = 4
+THREADS = 16
+"""As many as a tier has in vLLM unless it is told otherwise. What is kept depends on how much is under way."""
 IN_FLIGHT = 2 * THREADS
 SECONDS = 1.0
 ROUNDS = 5
