@@ -7,12 +7,13 @@ here and one name in `kvstore.cli.bench`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
 from kvstore.interrupts import uninterrupted
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
     from pathlib import Path
     from types import TracebackType
     from typing import Self
@@ -79,8 +80,10 @@ class Contestant(ABC):
     def expect(self, keys: Sequence[BlockKey]) -> None:  # noqa: B027 - optional
         """These are stored next: have there whatever one that has been in use for long has there. Not timed."""
 
-    def cool(self) -> None:  # noqa: B027 - optional
-        """Let go of whatever would keep blocks in memory, before the page cache is dropped. Not timed."""
+    @contextmanager
+    def cooling(self) -> Generator[None]:
+        """While the page cache is dropped: hold nothing that keeps pages in memory. Not timed."""
+        yield
 
     def warm_elsewhere(self, load: Workload, keys: Sequence[BlockKey], passes: int) -> list[Lap]:
         """Time `passes` loads of all blocks, warm, somewhere else: for who would be flattered by what this process has

@@ -88,8 +88,8 @@ def race(
                 contestant.expect(keys)
             for op in (op for op in operations if op not in WARM):
                 for contestant in contestants:
-                    contestant.cool()
-                    notes.add(_settle(contestant))
+                    with contestant.cooling():
+                        notes.add(_settle(contestant))
                     work = partial(_store, contestant, source) if op == "store" else partial(_load, contestant, targets)
                     laps.setdefault((op, contestant.name), []).append(run_lap(executor, work, load, keys))
                     advance()

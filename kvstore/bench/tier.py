@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -21,7 +22,7 @@ from kvstore.types import BlockKey, BlockRead, BlockWrite, GetOutcome, PutOutcom
 from kvstore.url import CAPACITY, MODE, READONLY, format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -105,12 +106,18 @@ class TierUnderTest(Contestant):
     def clear(self, keys: Sequence[BlockKey]) -> None:
         self._open().delete_many(self._namespace, keys)
 
-    def cool(self) -> None:
-        # Pages that are mapped stay in memory whatever is dropped; closing unmaps them. A network has none, and a bare
-        # client keeps its connections too.
-        if self.persistent and self._io != "network":
+    @contextmanager
+    def cooling(self) -> Generator[None]:
+        # Pages that are mapped stay in memory whatever is dropped; closing unmaps them. What an opening reads is there
+        # again then, as after a restart. A network has no pages, and a bare client keeps its connections too.
+        if not self.persistent or self._io == "network":
+            yield
+            return
+        self._open().close()
+        try:
+            yield
+        finally:
             with uninterrupted():
-                self._open().close()
                 self._store = open_store(self._url)
 
     def warm_elsewhere(self, load: Workload, keys: Sequence[BlockKey], passes: int) -> list[Lap]:

@@ -6,7 +6,8 @@ import importlib.metadata
 import mmap
 import os
 import sys
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from cli_helpers import KEYS, QUICK, machine
@@ -18,9 +19,6 @@ from kvstore.cli import EXIT_OK, EXIT_USAGE, run
 from kvstore.demo.worker import WorkerFailed
 from kvstore.errors import ConfigurationError, InvalidOptionError, StoreNotFoundError, TierUnavailable
 from kvstore.url import TierURL
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_bench_of_a_tier_that_must_not_be_written_is_refused(shipped: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,6 +125,28 @@ def test_several_contestants_take_part_in_one_run(tmp_path: Path, capsys: pytest
     ]
     assert all(figure["ratio"] == 1 for figure in told["results"] if figure["contestant"] == "crc")
     assert told["against"] == ["crc", "copy"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_nothing_of_a_tier_is_mapped_while_the_page_cache_is_dropped(tmp_path: Path, interrupted: bool) -> None:
+    """What is mapped stays there; and what is interrupted goes on with an open tier, which it has to empty."""
+    block = memoryview(bytes(range(256)) * 16)
+
+    def mapped() -> bool:
+        return f"{tmp_path}/kv/data.mdb" in Path("/proc/self/maps").read_text()
+
+    with TierUnderTest(TierURL.parse(f"lmdb://{tmp_path}/kv"), 4096, 1 << 20) as tier:
+        tier.store(KEYS[:1], [block])
+        assert mapped()
+        with suppress(KeyboardInterrupt), tier.cooling():
+            assert not mapped()
+            if interrupted:
+                raise KeyboardInterrupt
+        assert mapped()
+        into = memoryview(bytearray(4096))
+        tier.load(KEYS[:1], [into])
+        assert into == block
     assert not list(tmp_path.iterdir())
 
 
