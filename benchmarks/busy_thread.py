@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
     from kvstore.bench.contestant import Contestant
 
-THREADS = 16
-"""As many as a tier has in vLLM unless it is told otherwise. What is kept depends on how much is under way."""
-IN_FLIGHT = 2 * THREADS
 SECONDS = 1.0
 ROUNDS = 5
 POLL_S = 3e-4
@@ -64,13 +61,13 @@ def restfully() -> int:
 def gets(
     contestant: Contestant, keys: list[BlockKey], rows: NDArray[np.uint8], between: Callable[[], int]
 ) -> tuple[float, float]:
-    """GETs of whole blocks for a while, asked for by a thread that does something between two looks at what has ended:
-    bytes a second, and steps that this thread made a second.
+    """GETs of whole blocks for a while, one under way into each of `rows`, by half as many threads, asked for by one
+    that does something between two looks at what has ended: bytes a second, and steps that it made a second.
     """
-    traffic, names = contestant.traffic(rows, THREADS), cycle(keys)
+    traffic, names = contestant.traffic(rows, len(rows) // 2), cycle(keys)
     blocks = steps = 0
     began = time.perf_counter()
-    for job in range(IN_FLIGHT):
+    for job in range(len(rows)):
         traffic.submit(job, [next(names)], rows[job : job + 1], is_store=False)
     while time.perf_counter() < began + SECONDS:
         steps += between()
@@ -78,7 +75,7 @@ def gets(
             blocks += 1
             traffic.submit(job, [next(names)], rows[job : job + 1], is_store=False)
     seconds = time.perf_counter() - began
-    left = IN_FLIGHT
+    left = len(rows)
     while left:
         time.sleep(POLL_S)
         left -= len(traffic.ended())
@@ -94,14 +91,14 @@ def idle_steps() -> float:
     return steps / (time.perf_counter() - began)
 
 
-def compare(url: str, nbytes: int) -> None:
-    """Print one line for blocks of this size."""
+def compare(url: str, nbytes: int, threads: int) -> None:
+    """Print one line for blocks of this size and so many threads: what is kept depends on how much is under way."""
     parsed = TierURL.parse(url)
     tier = TierUnderTest(parsed, nbytes, 16 * nbytes)
     contestants = [tier, TierApart(tier), BareObstore(parsed)]
     source = memoryview(np.frombuffer(np.random.default_rng().bytes(nbytes), np.uint8))
     keys = [BlockKey(secrets.token_bytes(32)) for _ in range(16)]
-    rows = page_aligned_rows(IN_FLIGHT, nbytes, shared=True)
+    rows = page_aligned_rows(2 * threads, nbytes, shared=True)
     kept = {contestant.name: Kept([], []) for contestant in contestants}
     try:
         for contestant in (tier, contestants[-1]):
@@ -117,7 +114,7 @@ def compare(url: str, nbytes: int) -> None:
             contestant.close()
     shares = {name: (statistics.median(one.transfers), statistics.median(one.thread)) for name, one in kept.items()}
     print(
-        f"GET beside a busy Python thread, {nbytes >> 20} MiB: "
+        f"GET beside a busy Python thread, {nbytes >> 20} MiB, {threads} threads: "
         + "; ".join(f"{name} keeps {gets:.0%}, the thread {thread:.0%}" for name, (gets, thread) in shares.items()),
         flush=True,
     )

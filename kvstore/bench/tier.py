@@ -113,8 +113,9 @@ class TierUnderTest(Contestant):
         if not self.persistent or self._io == "network":
             yield
             return
-        self._open().close()
         try:
+            with uninterrupted():
+                self._open().close()
             yield
         finally:
             with uninterrupted():

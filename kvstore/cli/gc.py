@@ -149,11 +149,24 @@ def _carry_out(tier: TierURL, found: Survey, drop: Sequence[Namespace]) -> tuple
     # A sweep of its own would come in between, and a capacity of its own would stay: the rules have both.
     with open_store(_without(tier, "sweep", "capacity")) as store, progress("removing", found.blocks) as advance:
         done = collect(store, found, drop=drop, advance=advance)
-        capacity, rest = found.rules.capacity, found
-        while capacity is not None and rest.blocks and store.excess(capacity) > rest.excess:
-            rest = survey(store, found.rules)  # what was written down of the removals takes room, too
-            collect(store, rest, done=done)
+        if found.rules.capacity is not None and found.blocks:
+            _collect_the_rest(store, found, found.rules.capacity, done)
         return done, _Size.of(store)
+
+
+def _collect_the_rest(store: BlockStore, found: Survey, capacity: int, done: Collected) -> None:
+    """What was written down of the removals takes room, too, for which more go. Fewer each time, or it ends there: they
+    cannot be removed, or others store as fast as they go.
+    """
+    kept = done.kept
+    went, rest = done.expired + done.over + done.dropped, found
+    while went and store.excess(capacity) > rest.excess:
+        rest, before = survey(store, found.rules), done.over
+        collect(store, rest, done=done)
+        done.kept = kept  # these are most of what is left over now: counted once
+        last, went = went, done.over - before
+        if went >= last:
+            return
 
 
 def _as_json(tier: TierURL, found: Survey, done: Collected | None, size: _Size) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 from cli_helpers import KEYS, QUICK, machine
 
 import kvstore
-from kvstore.bench import MemoryCopy, RawFiles, TierUnderTest, Workload, steps
+from kvstore.bench import MemoryCopy, RawFiles, TierUnderTest, Workload, runner, steps
 from kvstore.bench.runner import OPERATIONS
 from kvstore.cli import EXIT_OK, EXIT_USAGE, run
 from kvstore.demo.worker import WorkerFailed
@@ -126,6 +126,20 @@ def test_several_contestants_take_part_in_one_run(tmp_path: Path, capsys: pytest
     assert all(figure["ratio"] == 1 for figure in told["results"] if figure["contestant"] == "crc")
     assert told["against"] == ["crc", "copy"]
     assert not list(tmp_path.iterdir())
+
+
+def test_the_page_cache_is_dropped_while_the_tier_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped: list[bool] = []
+
+    def settle(contestant: object) -> str:
+        if isinstance(contestant, TierUnderTest):
+            mapped.append(f"{tmp_path}/kv/data.mdb" in Path("/proc/self/maps").read_text())
+        return "dropped"
+
+    monkeypatch.setattr(runner, "_settle", settle)
+    assert run(["bench", f"lmdb://{tmp_path}/kv", *QUICK, "--json"]) == EXIT_OK
+    assert mapped
+    assert not any(mapped)
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
