@@ -9,8 +9,10 @@ its bytes. Each figure is the median over batches, in microseconds of CPU (all t
 Gets (of the same blocks), puts and evictions are measured in passes: the first one finds pages that the process has
 not mapped and that no cache of the processor has, `later` is the last one, of a process that has been at work.
 Lookups are asked of the store (`contains_many`), of LMDB with nothing around it (`bare`), and through `SecondaryTier`,
-as a manager asks. The catalogue of `file://` is brought up to date with the files at the end, when it knows them all
-and when it knows none, and made anew by an opening, as after a power loss: for each 100,000 real files.
+as a manager asks. What gets, puts and evictions cost in bare LMDB is measured in an environment of its own with as many
+records (`bare_lmdb.py`; for `file://` those of its catalogue); `beside LMDB` is what kvstore takes more. The catalogue
+of `file://` is brought up to date with the files at the end, when it knows them all and when it knows none, and made
+anew by an opening, as after a power loss: for each 100,000 real files.
 
 `lmdb://` holds real blocks. Of `file://` a million files are too slow to make for every run: there, `--files` blocks
 are real (the first ones, which are therefore evicted first), and the rest stands in the catalogue alone, entered
@@ -27,13 +29,14 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from random import Random
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+from bare_lmdb import BareLMDB, address
 from rich.console import Console
 from rich.table import Table
 
@@ -41,6 +44,7 @@ from kvstore import BlockKey, BlockLayout, BlockRead, BlockWrite, GetOutcome, Na
 from kvstore.catalog import Entry, addresses_of
 from kvstore.retention import now_ns
 from kvstore.tiering.secondary import SecondaryTier
+from kvstore_lmdb.entry import HEADER_BYTES
 from kvstore_zarr.format import BlockFacts
 from kvstore_zarr.metadata import NamespaceTree
 
@@ -101,6 +105,12 @@ class Figures:
     evict_later: Cost
     tier_hit: Cost
     tier_miss: Cost
+    bare_get: Cost
+    bare_get_later: Cost
+    bare_put: Cost
+    bare_put_later: Cost
+    bare_evict: Cost
+    bare_evict_later: Cost
     known: Cost | None = None
     unknown: Cost | None = None
     anew: Cost | None = None
@@ -188,9 +198,33 @@ def bare(store: BlockStore) -> Callable[[Sequence[bytes]], object]:
     return look
 
 
-def batches_of(numbers: Iterator[int], size: int, count: int) -> list[list[BlockKey]]:
-    """`count` batches of `size` keys, by number."""
-    return [[key for number in islice(numbers, size) for key in keys(number, number + 1)] for _ in range(count)]
+def bare_changes(store: BlockStore, blocks: int) -> dict[str, Cost]:
+    """Gets, puts and evictions of LMDB with nothing around it, beside as many records as the tier has."""
+    place = Path(tempfile.mkdtemp(prefix="bare-", dir=store_path(str(store.url)).parent))
+    base = BareLMDB(place, HEADER_BYTES + BLOCK_BYTES if store.url.scheme == "lmdb" else 0)
+    try:
+        for start in range(0, blocks, 1000):
+            base.put([address(number) for number in range(start, min(blocks, start + 1000))])
+        os.sync()
+        numbers = (list(map(address, range(start, start + PUT_TOGETHER))) for start in count(1 << 41, PUT_TOGETHER))
+        random = random_numbers(0, blocks)
+        got = [[address(number) for number in islice(random, PUT_TOGETHER)] for _ in range(BATCHES)]
+
+        def new() -> Iterator[list[list[bytes]]]:
+            return (list(islice(numbers, BATCHES)) for _ in range(PASSES))
+
+        costs = in_passes("bare_get", base.get, [got] * PASSES) | in_passes("bare_put", base.put, new())
+        for batch in islice(numbers, BATCHES):
+            base.evict_and_put(batch)
+        return costs | in_passes("bare_evict", base.evict_and_put, new())
+    finally:
+        base.close()
+        shutil.rmtree(place)
+
+
+def batches_of(numbers: Iterator[int], size: int, batches: int) -> list[list[BlockKey]]:
+    """`batches` batches of `size` keys, by number."""
+    return [[key for number in islice(numbers, size) for key in keys(number, number + 1)] for _ in range(batches)]
 
 
 def random_numbers(start: int, stop: int) -> Iterator[int]:
@@ -236,6 +270,7 @@ def measured(url: str, blocks: int, real: int) -> Figures:
                 store, batches_of(random_numbers(blocks // 2, blocks), LOOKED_UP_TOGETHER, LOOKUPS)
             ),
             tier_miss=through_a_tier(store, misses),
+            **bare_changes(store, blocks),
         )
         if store.url.scheme != "file" or real < blocks:
             return figures
@@ -252,7 +287,7 @@ def measured(url: str, blocks: int, real: int) -> Figures:
 
 def store_path(url: str) -> Path:
     """The folder of a local tier."""
-    return Path(url.removeprefix("file://").partition("?")[0])
+    return Path(url.partition("://")[2].partition("?")[0])
 
 
 def reindexed(store: BlockStore) -> None:
@@ -326,6 +361,8 @@ def show(few: Figures, many: Figures) -> None:
         one, other = getattr(few, name), getattr(many, name)
         cells = (f"{cost.cpu:.0f} us CPU, {cost.wall:.0f} us" for cost in (one, other))
         table.add_row(name.replace("_", " "), *cells, f"{other.cpu / one.cpu:.2f} CPU, {other.wall / one.wall:.2f}")
+        if name != "usage":
+            show_beside_bare(table, name, few, many)
     for name in ("known", "unknown", "anew"):
         one, other = getattr(few, name), getattr(many, name)
         if one is not None and other is not None:
@@ -334,6 +371,15 @@ def show(few: Figures, many: Figures) -> None:
                 f"{name} (100,000 files)", *cells, f"{other.cpu / one.cpu:.2f} CPU, {other.wall / one.wall:.2f}"
             )
     Console(width=150).print(table)
+
+
+def show_beside_bare(table: Table, name: str, few: Figures, many: Figures) -> None:
+    """What the same costs in bare LMDB, and what kvstore takes more."""
+    ours = [getattr(figures, name).cpu for figures in (few, many)]
+    bare = [getattr(figures, f"bare_{name}").cpu for figures in (few, many)]
+    more = [one - other for one, other in zip(ours, bare, strict=True)]
+    for title, (one, other) in (("  bare LMDB", bare), ("  beside LMDB", more)):
+        table.add_row(title, f"{one:.0f} us CPU", f"{other:.0f} us CPU", f"{other / one:.2f} CPU")
 
 
 def main() -> None:
