@@ -29,14 +29,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALL := $(BIN)/python .ci/install.py
 PYTEST := $(BIN)/python -m pytest
 
-CALLS := backends/kvstore_zarr/_calls.abi3.so
+NATIVE := kvstore/native/_native.abi3.so
 
 export VENV
 
 .PHONY: demo demo-s3 notebooks test test-notebooks test-light test-wheel lint lint-ruff lint-mypy lint-pyright soak bench clean environment other-environments demo-vllm test-vllm test-vllm-managers test-vllm-engine test-vllm-all soak-vllm
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/.demo $(CALLS)
+demo: $(VENV)/.demo $(NATIVE)
 	$(BIN)/kvstore demo $(ARGS)
 
 # SeaweedFS, from PyPI, with all its bytes on this machine: what an object store does, not how fast one is. Blocks of 64
@@ -44,10 +44,10 @@ demo: $(VENV)/.demo $(CALLS)
 demo-s3: $(VENV)/.dev
 	$(BIN)/python -m kvstore.testing.servers $(BIN)/kvstore demo --url s3://kvstore-test/demo --block-tokens 64 $(ARGS)
 
-test: $(VENV)/.dev $(CALLS)
+test: $(VENV)/.dev $(NATIVE)
 	$(PYTEST) -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS) $(TESTS)
 
-soak: $(VENV)/.dev $(CALLS)
+soak: $(VENV)/.dev $(NATIVE)
 	$(PYTEST) -m soak $(ARGS) $(TESTS)
 
 lint: lint-ruff lint-mypy lint-pyright
@@ -109,12 +109,12 @@ VLLM_INTERFACE := $(addprefix tests/vllm/test_,tier_bytes.py tier_archives.py me
 
 test-vllm: test-vllm-managers test-vllm-engine
 
-test-vllm-managers: $(CALLS)
+test-vllm-managers: $(NATIVE)
 	$(MAKE_VLLM) $(VLLM_NEWER)
 	$(VLLM_PYTHON) $(VLLM_MANAGERS) $(ARGS) tests/vllm
 	$(VENV)-vllm-$(VLLM_NEWER)/bin/python $(VLLM_MANAGERS) $(ARGS) $(VLLM_INTERFACE)
 
-test-vllm-engine: $(CALLS)
+test-vllm-engine: $(NATIVE)
 	$(MAKE_VLLM)
 	$(VLLM_PYTHON) $(VLLM_PYTEST) -m "engine and not soak" $(ARGS) tests/vllm
 
@@ -123,12 +123,12 @@ test-vllm-all: test-vllm
 	for version in $(VLLM_NEWER) $(VLLM_OLDER); do \
 		$(VENV)-vllm-$$version/bin/python $(VLLM_MANAGERS) $(ARGS) tests/vllm || exit 1; done
 
-soak-vllm: $(CALLS)
+soak-vllm: $(NATIVE)
 	$(MAKE_VLLM)
 	$(VLLM_PYTHON) $(VLLM_PYTEST) -m soak $(ARGS) tests/vllm
 
 # In a folder of BENCH_DIR, whose file system is the one that is measured. Those that need vLLM: see demo-vllm.
-bench: $(VENV)/.dev $(CALLS)
+bench: $(VENV)/.dev $(NATIVE)
 	@set -e; folder=$$(mktemp -d "$$(realpath "$(BENCH_DIR)")/kvstore-bench.XXXXXX"); trap 'rm -rf "$$folder"' EXIT; \
 	for url in "file://$$folder/file" "lmdb://$$folder/lmdb"; do \
 		$(BIN)/kvstore bench "$$url" --against raw --block-bytes 512KiB --block-bytes 2MiB --block-bytes 8MiB; \
@@ -148,14 +148,14 @@ test-notebooks: $(VENV)/.dev
 clean:
 	rm -rf $(VENV) $(VENV)-wheel $(VENV)-light $(VENV)-vllm* build
 
-# What file:// runs its system calls with: installing compiles it, this does so again when it has changed. Without a C
-# compiler plain Python does the same.
-$(CALLS): backends/kvstore_zarr/_calls.c backends/kvstore_zarr/compiling.py
-	@$(PYTHON) backends/kvstore_zarr/compiling.py || true
+# What is done in C: installing compiles it, this does so again when it has changed. Without a C compiler plain Python
+# does the same.
+$(NATIVE): $(wildcard kvstore/native/*.[ch]) kvstore/native/compiling.py
+	@$(PYTHON) kvstore/native/compiling.py || true
 
 # Environments. A stamp says what is in there already; it is made anew when the requirements change.
 
-environment: $(VENV)/.dev $(CALLS)
+environment: $(VENV)/.dev $(NATIVE)
 
 other-environments:
 	$(MAKE) test-light ONLY_MAKE=1

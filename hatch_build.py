@@ -1,4 +1,4 @@
-"""The build hook: compiles the one C file of a wheel or an editable installation, where there is a C compiler.
+"""The build hook: compiles the C extension of a wheel or an editable installation, where there is a C compiler.
 
 Where there is none, or it fails, what is installed is plain Python, which does the same with more CPU.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FOLDER = Path("backends/kvstore_zarr")
+FOLDER = Path("kvstore/native")
 
 
 class CallsBuildHook(BuildHookInterface[Any]):
@@ -23,7 +23,7 @@ class CallsBuildHook(BuildHookInterface[Any]):
         compiling = runpy.run_path(str(Path(self.root) / FOLDER / "compiling.py"))
         reason = compiling["compile_extension"]()
         if reason is not None:
-            self.app.display_info(f"plain Python, without {FOLDER}/_calls.c: {reason}")
+            self.app.display_info(f"plain Python, without the C in {FOLDER}: {reason}")
             return
         build_data["pure_python"] = False
         build_data["tag"] = f"cp311-abi3-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"

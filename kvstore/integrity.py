@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import google_crc32c
 import numpy as np
 
+from kvstore.native import extension
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
 
-__all__ = ["address_in_memory", "crc32c"]
+__all__ = ["address_in_memory", "copied", "crc32c"]
 
 # The C extension takes bytes and arrays; memoryviews it refuses.
 _value = cast("Callable[[object], int]", google_crc32c.value)  # pyright: ignore[reportUnknownMemberType]
@@ -35,6 +37,7 @@ LARGE_BYTES = 64 << 10
 
 
 _Large: TypeAlias = "Callable[[bytes | NDArray[np.uint8], int], int]"
+_Copy: TypeAlias = "Callable[[NDArray[np.uint8], bytes | memoryview | NDArray[np.uint8], int], int]"
 
 
 def _with_wide_registers() -> _Large | None:
@@ -68,6 +71,16 @@ def _without_the_gil() -> _Large | None:
     return large
 
 
+def _on_the_way() -> _Copy | None:
+    """`copied` in C, where the extension is there, the processor is one for it, and it agrees."""
+    if extension is None or not extension.COPIES:
+        return None
+    copy: _Copy = extension.copy
+    sample = np.arange(1000, dtype=np.uint16).view(np.uint8)
+    into = np.zeros_like(sample)
+    return copy if copy(into, sample, 1) == _extend(1, sample) and np.array_equal(into, sample) else None
+
+
 def address_in_memory(data: NDArray[np.uint8]) -> int:
     """Where `data` begins; valid for as long as the array is."""
     try:
@@ -77,6 +90,7 @@ def address_in_memory(data: NDArray[np.uint8]) -> int:
 
 
 _large = _with_wide_registers() or _without_the_gil()
+_copy = _on_the_way()
 
 
 def crc32c(data: bytes | NDArray[np.uint8], start: int = 0) -> int:
@@ -87,3 +101,20 @@ def crc32c(data: bytes | NDArray[np.uint8], start: int = 0) -> int:
     if _large is not None and len(data) >= LARGE_BYTES:
         return _large(data, start)
     return _extend(start, data) if start else _value(data)
+
+
+def copied(into: NDArray[np.uint8], source: bytes | memoryview | NDArray[np.uint8], start: int = 0) -> int:
+    """Copy `source` into `into`, both contiguous and of one length; the CRC-32C of what stands there now, continuing
+    from `start`.
+
+    In C (`kvstore.native`) the checksum is taken on the way, of the registers that are written, and costs next to
+    nothing beside the copy. The GIL is released while `LARGE_BYTES` or more are copied. Raises ValueError for another
+    length, and for memory that cannot be written to.
+    """
+    if _copy is not None:
+        return _copy(into, source, start)
+    data = np.frombuffer(source, np.uint8)
+    if data.nbytes != into.nbytes:  # one byte would be written to all places
+        raise ValueError(f"{data.nbytes} bytes do not fit into {into.nbytes}")
+    np.copyto(into, data)
+    return crc32c(into, start)

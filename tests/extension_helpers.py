@@ -1,4 +1,4 @@
-"""The C extension of `file://`, compiled for tests, whatever is installed."""
+"""The C extension, compiled for tests, whatever is installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstore_zarr.compiling import EXTENSION, SOURCE, compile_extension
+from kvstore.native.compiling import EXTENSION, SOURCE, compile_extension
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -31,7 +31,7 @@ def compiled(folder: Path, *flags: str, source: Path = SOURCE) -> ModuleType:
     """The extension, compiled into `folder` and imported from there."""
     extension = folder / EXTENSION.name
     assert compile_extension(extension, *flags, source=source) is None
-    spec = importlib.util.spec_from_file_location("kvstore_zarr._calls", extension)
+    spec = importlib.util.spec_from_file_location("kvstore.native._native", extension)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

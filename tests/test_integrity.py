@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 import google_crc32c
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvstore import integrity
-from kvstore.integrity import LARGE_BYTES, crc32c
+from kvstore.integrity import LARGE_BYTES, copied, crc32c
 from kvstore.testing.patience import wait_for
 
 if TYPE_CHECKING:
@@ -52,9 +54,47 @@ def test_whichever_library_is_there_checksums_are_as_right(monkeypatch: pytest.M
 
 
 def test_a_library_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = types.SimpleNamespace(iscsi=lambda *_: 7)
+    wrong = types.SimpleNamespace(iscsi=lambda *_: 7, copy=lambda *_: 7, COPIES=1)
     monkeypatch.setitem(sys.modules, "fastcrc.crc32", wrong)  # type: ignore[arg-type]
     assert integrity._with_wide_registers() is None
+    monkeypatch.setattr(integrity, "extension", wrong)
+    assert integrity._on_the_way() is None
+
+
+def ways_to_copy() -> list[object]:
+    """In C on a processor that can; and a copy with a checksum after it."""
+    return [None, integrity._on_the_way()]
+
+
+@pytest.mark.parametrize("way", ways_to_copy())
+@given(
+    nbytes=st.one_of(st.integers(0, 1100), st.integers(LARGE_BYTES - 300, LARGE_BYTES + 300)),
+    offset=st.integers(0, 70),
+    to=st.integers(0, 70),
+    start=st.integers(0, 2**32 - 1),
+)
+def test_a_copy_and_its_checksum(way: object, nbytes: int, offset: int, to: int, start: int) -> None:
+    source, memory = DATA[offset : offset + nbytes], np.full(nbytes + 140, 7, np.uint8)
+    into = memory[to : to + nbytes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(integrity, "_copy", way)
+        assert copied(into, source, start) == crc32c(source, start)
+        assert into.tobytes() == source.tobytes()
+        assert set(memory[:to]) | set(memory[to + nbytes :]) == {7}
+        assert copied(into, source.tobytes()) == copied(into, source.data) == crc32c(source)
+
+
+@pytest.mark.parametrize("way", ways_to_copy())
+def test_a_copy_that_does_not_fit(way: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integrity, "_copy", way)
+    into = np.full(3, 7, np.uint8)
+    for source in (b"", b"1", b"four"):
+        with pytest.raises(ValueError, match=f"{len(source)} bytes do not fit into 3"):
+            copied(into, source)
+    assert set(into) == {7}
+    into.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        copied(into, b"new")
 
 
 def test_other_threads_go_on_while_a_large_block_is_checked() -> None:

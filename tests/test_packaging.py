@@ -199,7 +199,7 @@ def test_without_a_compiler_the_wheel_is_plain_python(tmp_path: Path) -> None:
         subprocess.run(build, cwd=tmp_path, check=True, capture_output=True, env=environment)
         (wheel,) = (tmp_path / "built").glob("*.whl")
         assert wheel.name.endswith("-py3-none-any.whl") == (not extension)
-        assert ("kvstore_zarr/_calls.abi3.so" in zipfile.ZipFile(wheel).namelist()) == extension
+        assert ("kvstore/native/_native.abi3.so" in zipfile.ZipFile(wheel).namelist()) == extension
         wheel.unlink()
 
 

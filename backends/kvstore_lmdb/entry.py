@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.environment import PAGE
-from kvstore.integrity import crc32c
+from kvstore.integrity import copied, crc32c
 from kvstore.namespace import FINGERPRINT_BYTES
 from kvstore.sealing import SEAL_BYTES, SealHeader, Unsealed, seal_into
 from kvstore.sealing import unseal_into as unseal
@@ -86,10 +86,12 @@ def fill(
     """Write the entry into `value`, which has `HEADER_BYTES` more than `payload`; with a `data_key` it is sealed, and
     `value` has `SEAL_BYTES` more than that. The GIL is released meanwhile.
     """
+    body = value[HEADER_BYTES:]
     if data_key is None:
-        np.copyto(value[HEADER_BYTES:], payload)
+        crc = copied(body, payload)
     else:
-        seal_into(value[HEADER_BYTES:], payload, data_key, namespace.fingerprint, key)
+        seal_into(body, payload, data_key, namespace.fingerprint, key)
+        crc = crc32c(body)
     head = _FIELDS.pack(
         _MAGIC,
         FORMAT_VERSION,
@@ -98,9 +100,9 @@ def fill(
         0 if data_key is None else _SEALED,
         namespace.fingerprint,
         key.digest,
-        value.nbytes - HEADER_BYTES,
+        body.nbytes,
         created,
-        crc32c(value[HEADER_BYTES:]),
+        crc,
     )
     head += _CRC.pack(crc32c(head))
     value[:HEADER_BYTES] = np.frombuffer(head, np.uint8)
@@ -113,8 +115,8 @@ def open_into(value: memoryview, into: Bytes, address: bytes, ring: Ring | None)
     if ring is not None:
         return unseal_into(value, into, address, ring)
     if len(value) == HEADER_BYTES + into.nbytes:
-        np.copyto(into, np.frombuffer(value, np.uint8, offset=HEADER_BYTES))
-        if is_intact(bytes(value[:HEADER_BYTES]), into, address):
+        crc = copied(into, value[HEADER_BYTES:])
+        if crc == _checksum_in(bytes(value[:HEADER_BYTES]), into.nbytes, address):
             return Unsealed.GOOD
     return Unsealed.UNKNOWN if is_left_alone(value, address) else Unsealed.DAMAGED
 

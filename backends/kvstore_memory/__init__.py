@@ -13,12 +13,9 @@ from itertools import islice, takewhile
 from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakValueDictionary
 
-import numpy as np
-
 from kvstore.abc import REFUSE_S, BlockStore, Capabilities
 from kvstore.errors import InvalidOptionError, StoreClosedError, StoreNotFoundError
-from kvstore.integrity import crc32c
-from kvstore.layout import as_bytes
+from kvstore.integrity import copied, crc32c
 from kvstore.marks import MOST_MARKS, PINNABLE, MarkOutcome, with_mark, without_mark
 from kvstore.retention import TTL, TTL_FROM, Allowance, Retention, now_ns
 from kvstore.tombs import Remembered, refused_until
@@ -27,6 +24,8 @@ from kvstore.url import CAPACITY, READONLY, Capacity, Option, TierURL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    import numpy as np
 
     from kvstore.marks import Mark
     from kvstore.namespace import Namespace
@@ -195,14 +194,13 @@ class MemoryStore(BlockStore):
             entry = shelf.entries.get(address)
             if entry is None or entry.has_expired(self._retention, self._retention.cutoff()):
                 return GetOutcome.MISS
-            if len(entry.data) != into.nbytes or crc32c(entry.data) != entry.crc32c:
+            if len(entry.data) != into.nbytes or copied(into, entry.data) != entry.crc32c:
                 if not self._readonly:
                     shelf.remove(address)
                 return GetOutcome.CORRUPT
             if not self._readonly:  # who only looks makes nothing younger
                 shelf.entries.move_to_end(address)
                 entry.used(hits=1)
-        np.copyto(into, as_bytes(entry.data))
         return GetOutcome.HIT
 
     def delete_many(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:

@@ -6,23 +6,21 @@
 And what the blocks of a job ask of it together: to be renamed, what their folders occupy, the locks of their names.
 
 Each call that Python makes of the system lets go of the GIL and has to get it back, which among sixteen threads costs
-more than the call; `_calls.c` lets go of it once. Where that is not there (no C compiler, or no Python.h, at the
-installation) plain Python does the same; `KVSTORE_CALLS=python` asks for it. A block that moves in parts is opened with
-the first and closed with the last.
+more than the call; C (`kvstore.native`) lets go of it once. Where that is not there plain Python does the same. A block
+that moves in parts is opened with the first and closed with the last.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import importlib
 import os
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, TypeAlias
 
-from kvstore_zarr.compiling import SOURCE, digest_of
+from kvstore import native
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,11 +53,10 @@ SIZE_DIFFERS = errno.EBADMSG
 TOO_SHORT = errno.ENODATA
 """What `Step.MOVE` fails with, where the file ends before."""
 _FLOCK = struct.Struct("hhqqi0q")  # struct flock of 64-bit Linux: type, whence, start, length, pid
-_ONE_BY_ONE = "system calls one by one, from Python"
 
 
 class Step(IntEnum):
-    """What is done with a file, in this order; the same numbers as in `_calls.c`."""
+    """What is done with a file, in this order; the same numbers as in `calls.c`."""
 
     OPEN = 0
     LOCK = 1
@@ -72,7 +69,7 @@ class Step(IntEnum):
 
 
 class Then(IntEnum):
-    """What follows a part; the same numbers as in `_calls.c`."""
+    """What follows a part; the same numbers as in `calls.c`."""
 
     GO_ON = 0
     END = 1
@@ -236,17 +233,9 @@ PYTHON = Calls(_move, _of_paths, _lock_all)
 
 
 def _choose() -> tuple[Calls, str]:
-    if os.environ.get("KVSTORE_CALLS") == "python":
-        return PYTHON, f"{_ONE_BY_ONE} (KVSTORE_CALLS=python)"
-    try:
-        extension = importlib.import_module("kvstore_zarr._calls")
-        if digest_of(SOURCE.read_bytes()) != extension.SOURCE:
-            return PYTHON, f"{_ONE_BY_ONE} ({extension.__file__} was compiled from other source)"
-        return Calls(extension.move, extension.of_paths, extension.lock_all), "a block's system calls in one, from C"
-    except ModuleNotFoundError:
-        return PYTHON, f"{_ONE_BY_ONE} (nothing compiled: no C compiler, or no Python.h, at the installation)"
-    except (ImportError, OSError, AttributeError) as error:
-        return PYTHON, f"{_ONE_BY_ONE} (what was compiled cannot be used: {error})"
+    if (extension := native.extension) is None:
+        return PYTHON, f"system calls one by one, from Python ({native.reason})"
+    return Calls(extension.move, extension.of_paths, extension.lock_all), "a block's system calls in one, from C"
 
 
 made_by, how = _choose()

@@ -11,23 +11,24 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import numpy as np
 
+from kvstore.integrity import copied
 from kvstore.layout import as_bytes
 from kvstore.objects.faults import Kind, RequestFailed
 from kvstore.objects.side import side_by_side
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-__all__ = ["Listed", "ObjectClient", "Requests"]
+__all__ = ["Arrived", "Listed", "ObjectClient", "Requests", "spread"]
 
 T = TypeVar("T")
 
@@ -50,6 +51,16 @@ class Listed:
     path: str
     size: int
     modified: float
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """What a `get_into` found: how large the object is, and the CRC-32C of what came into the first part, where that
+    was taken on the way.
+    """
+
+    nbytes: int
+    crc: int | None = None
 
 
 class Requests:
@@ -102,8 +113,8 @@ class ObjectClient(ABC):
         """The object's bytes from offset `start` on, None where there is none. The buffer is the caller's to keep."""
         return self._unless_missing("GET", lambda: self._get(path, start))
 
-    def get_into(self, path: str, parts: Sequence[NDArray[np.uint8]]) -> int | None:
-        """Fill `parts`, the caller's, one after the other with the object's bytes. Its size, None where there is none.
+    def get_into(self, path: str, parts: Sequence[NDArray[np.uint8]]) -> Arrived | None:
+        """Fill `parts`, the caller's, one after the other with the object's bytes; None where there is none.
 
         Of an object that is not as large as they are together nothing is copied, or not all.
         """
@@ -195,14 +206,10 @@ class ObjectClient(ABC):
     @abstractmethod
     def _get(self, path: str, start: int) -> Buffer: ...
 
-    def _get_into(self, path: str, parts: Sequence[NDArray[np.uint8]]) -> int:
-        data = as_bytes(self._get(path, 0))
-        if data.nbytes == sum(part.nbytes for part in parts):
-            start = 0
-            for part in parts:
-                np.copyto(part, data[start : start + part.nbytes])
-                start += part.nbytes
-        return data.nbytes
+    def _get_into(self, path: str, parts: Sequence[NDArray[np.uint8]]) -> Arrived:
+        data = self._get(path, 0)
+        size = as_bytes(data).nbytes
+        return spread([data], parts) if size == sum(part.nbytes for part in parts) else Arrived(size)
 
     @abstractmethod
     def _put(self, path: str, parts: Sequence[NDArray[np.uint8]], *, new: bool) -> None: ...
@@ -268,6 +275,25 @@ class ObjectClient(ABC):
                 finally:
                     del fault  # or error, traceback and frame would hold each other, and the caller's buffers
             time.sleep(pause)
+
+
+def spread(pieces: Iterable[Buffer], parts: Sequence[NDArray[np.uint8]]) -> Arrived:
+    """Copy `pieces` into `parts`, which have room for them, the first one summed up on the way."""
+    targets, done, crc = deque(parts), 0, 0
+    for piece in pieces:
+        rest = as_bytes(piece)
+        while rest.nbytes:
+            target = targets.popleft()
+            length = min(rest.nbytes, target.nbytes)
+            if done < parts[0].nbytes:
+                crc = copied(target[:length], rest[:length], crc)
+            else:
+                np.copyto(target[:length], rest[:length])
+            rest, done = rest[length:], done + length
+            targets.appendleft(target[length:])
+            while targets and not targets[0].nbytes:
+                targets.popleft()
+    return Arrived(done, crc)
 
 
 class _Listing:

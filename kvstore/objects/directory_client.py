@@ -21,7 +21,7 @@ import numpy as np
 from kvstore.environment import filesystem_of, is_network
 from kvstore.errors import NotAStoreError
 from kvstore.files import NotAFileError, fill_with_zeros, make_folder, open_file, permit, sync_folder, write_all
-from kvstore.objects.client import Listed, ObjectClient
+from kvstore.objects.client import Arrived, Listed, ObjectClient
 from kvstore.objects.faults import Kind, RequestFailed
 from kvstore.objects.settings import TIMEOUT
 from kvstore.presence import explained
@@ -91,10 +91,11 @@ class DirectoryClient(ObjectClient):
             file.seek(start)
             return found[: _read(file, found)].data
 
-    def _get_into(self, path: str, parts: Sequence[NDArray[np.uint8]]) -> int:
+    def _get_into(self, path: str, parts: Sequence[NDArray[np.uint8]]) -> Arrived:
         with open(open_file(self._at(path), os.O_RDONLY), "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
-            return sum(_read(file, part) for part in parts) if size == sum(part.nbytes for part in parts) else size
+            fits = size == sum(part.nbytes for part in parts)
+            return Arrived(sum(_read(file, part) for part in parts) if fits else size)
 
     def _put(self, path: str, parts: Sequence[NDArray[np.uint8]], *, new: bool) -> None:
         target = self._at(path)

@@ -10,25 +10,23 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections import deque
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import numpy as np
 import obstore
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from kvstore.errors import InvalidOptionError
-from kvstore.layout import as_bytes
-from kvstore.objects.client import Listed, ObjectClient
+from kvstore.objects.client import Arrived, Listed, ObjectClient, spread
 from kvstore.objects.faults import Kind, RequestFailed, kind_of_status, readable
 from kvstore.objects.settings import ANONYMOUS, S3_SCHEMES, STORAGE_OPTIONS, TIMEOUT, S3Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
     from obstore.store import ObjectStore
     from typing_extensions import Buffer
@@ -88,12 +86,12 @@ class ObstoreClient(ObjectClient):
         options: Any = {"range": {"offset": start}} if start else None
         return obstore.get(self._open_store, self._prefix + path, options=options).bytes()
 
-    def _get_into(self, path: str, parts: Sequence[NDArray[np.uint8]]) -> int:
+    def _get_into(self, path: str, parts: Sequence[NDArray[np.uint8]]) -> Arrived:
         answer = obstore.get(self._open_store, self._prefix + path)
         size = answer.meta["size"]
         if size != sum(part.nbytes for part in parts):
-            return size
-        return _spread(answer.stream(min_chunk_size=PIECE) if size > WHOLE else [answer.bytes()], parts)
+            return Arrived(size)
+        return spread(answer.stream(min_chunk_size=PIECE) if size > WHOLE else [answer.bytes()], parts)
 
     def _put(self, path: str, parts: Sequence[NDArray[np.uint8]], *, new: bool) -> None:
         mode: Literal["create", "overwrite"] = "create" if new else "overwrite"
@@ -139,22 +137,6 @@ class ObstoreClient(ObjectClient):
 
     def fault_of(self, error: Exception) -> RequestFailed:
         return RequestFailed(_kind(error), _said(error))
-
-
-def _spread(pieces: Iterable[Buffer], parts: Sequence[NDArray[np.uint8]]) -> int:
-    """Copy `pieces` into `parts`, which have room for them; how many bytes."""
-    targets, done = deque(parts), 0
-    for piece in pieces:
-        rest = as_bytes(piece)
-        while rest.nbytes:
-            target = targets.popleft()
-            length = min(rest.nbytes, target.nbytes)
-            np.copyto(target[:length], rest[:length])
-            rest, done = rest[length:], done + length
-            targets.appendleft(target[length:])
-            while targets and not targets[0].nbytes:
-                targets.popleft()
-    return done
 
 
 def _wait_until_let_go(views: Sequence[memoryview], timeout: float) -> None:

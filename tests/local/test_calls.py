@@ -1,4 +1,4 @@
-"""What a block asks of the system in one go: the same from C and from Python; and which of them is used when."""
+"""What a block asks of the system in one go: the same from C and from Python."""
 
 from __future__ import annotations
 
@@ -6,25 +6,18 @@ import errno
 import fcntl
 import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from extension_helpers import NEEDS_COMPILER, compiled
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvstore_zarr
-from kvstore_zarr import calls, compiling
+from kvstore_zarr import calls
 from kvstore_zarr.calls import PYTHON, SIZE_DIFFERS, TOO_SHORT, BlockFile, Step, Then
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from numpy.typing import NDArray
 
 pytestmark = pytest.mark.usefixtures("executor")
@@ -241,138 +234,3 @@ def test_bytes_are_locked_up_to_one_that_somebody_has(tmp_path: Path) -> None:
         calls.lock_all(1 << 20, [1])
     for fd in (first, second):
         os.close(fd)
-
-
-# Which of them
-
-
-@NEEDS_COMPILER
-def test_an_extension_of_this_source_is_used_unless_it_is_not_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen(monkeypatch, compiled(tmp_path, "-Werror"))
-    assert "from C" in calls._choose()[1]
-    monkeypatch.setenv("KVSTORE_CALLS", "python")
-    made_by, how = calls._choose()
-    assert made_by is PYTHON
-    assert "KVSTORE_CALLS=python" in how
-
-
-@NEEDS_COMPILER
-def test_an_extension_of_other_source_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = tmp_path / "other.c"
-    other.write_bytes(compiling.SOURCE.read_bytes() + b"\n")
-    chosen(monkeypatch, compiled(tmp_path, source=other))
-    made_by, how = calls._choose()
-    assert made_by is PYTHON
-    assert "other source" in how
-
-
-def test_an_extension_that_cannot_be_loaded_is_called_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "_calls.abi3.so").write_bytes(b"no library")
-    monkeypatch.delenv("KVSTORE_CALLS", raising=False)
-    monkeypatch.delitem(sys.modules, "kvstore_zarr._calls", raising=False)
-    monkeypatch.setattr(kvstore_zarr, "__path__", [str(tmp_path)])
-    made_by, how = calls._choose()
-    assert made_by is PYTHON
-    assert "cannot be used" in how
-    assert str(tmp_path) in how
-
-
-def chosen(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
-    """Let that be what is imported."""
-    monkeypatch.delenv("KVSTORE_CALLS", raising=False)
-    monkeypatch.setattr(calls, "importlib", SimpleNamespace(import_module=lambda _: module))
-
-
-def test_without_a_compiler_there_is_no_extension_and_python_does_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CC", "/nowhere/cc")
-    assert "no C compiler" in str(compiling.compile_extension(tmp_path / "none.so"))
-    monkeypatch.setenv("CC", "false")
-    assert "failed" in str(compiling.compile_extension(tmp_path / "none.so"))
-    monkeypatch.setenv("CC", "cc 'never closed")
-    assert "closing quotation" in str(compiling.compile_extension(tmp_path / "none.so"))
-    speaks = tmp_path / "cc"
-    speaks.write_bytes(b"#!/bin/sh\nprintf '\\377 no such option' >&2; exit 1\n")
-    speaks.chmod(0o755)
-    monkeypatch.setenv("CC", str(speaks))
-    assert "\ufffd no such option" in str(compiling.compile_extension(tmp_path / "none.so"))
-    assert list(tmp_path.iterdir()) == [speaks]
-    monkeypatch.delenv("KVSTORE_CALLS", raising=False)
-    monkeypatch.setitem(sys.modules, "kvstore_zarr._calls", None)  # as one that cannot be imported
-    made_by, how = calls._choose()
-    assert made_by is PYTHON
-    assert "no C compiler" in how
-
-
-SANITIZED = """
-import errno, fcntl, os, sys
-import importlib.machinery, importlib.util
-loader = importlib.machinery.ExtensionFileLoader("_calls", sys.argv[1])
-module = importlib.util.module_from_spec(importlib.util.spec_from_loader("_calls", loader))
-loader.exec_module(module)
-path, new, move = sys.argv[2], os.O_RDWR | os.O_CREAT, module.move
-first, second = bytearray(b"a" * 5000), bytearray(b"b" * 300)
-references = [sys.getrefcount(held) for held in (path, first, second)]
-for _ in range(50):
-    error, step, fd, *_ = move(True, -1, path, new, 0o600, 0, first, None, 0)
-    assert (error, move(True, fd, path, 0, 0, 5000, second, bytes(10), 2)[:3]) == (0, (0, 7, -1))
-    assert move(False, -1, path, os.O_RDONLY, 5310, 0, first, second, 1)[:3] == (0, 7, -1)
-    error, step, fd, *_ = move(False, -1, path, os.O_RDONLY, 5310, 5000, first, None, 1)
-    os.close(fd)
-    assert (error, step) == (errno.ENODATA, 3)
-    error, step, fd, *_ = move(False, -1, path, os.O_RDONLY, 1, 0, first, None, 1)
-    os.close(fd)
-    assert (error, step) == (errno.EBADMSG, 2)
-    assert move(True, -1, path + "/x", new, 0o600, 0, first, None, 1)[:3] == (errno.ENOTDIR, 0, -1)
-    for bad in ((1,), (False, -1, path, 0, 0, 0, b"read-only", None, 1), (False, -1, path, 0, 0, 0, first, 5, 1)):
-        try:
-            move(*bad)
-        except (TypeError, BufferError):
-            pass
-        else:
-            raise AssertionError(bad)
-fd, own = os.open(path, os.O_RDWR), path + "3"
-os.link(path, own)
-paths, targets = [own, path + "1", path + "0"], [path + "0", path + "2", own]
-many = [(module.of_paths, (paths, targets)), (module.of_paths, (paths,)), (module.lock_all, (fd, [5, 900]))]
-for bad in ((paths, targets[:1]), ([5],), ([own, "\\0"],), (paths, [own, 5, own]), (own,), ()):
-    many.append((module.of_paths, bad))
-many += [(module.lock_all, (fd, [1, own])), (module.lock_all, (fd, [1 << 63])), (module.lock_all, (fd, None))]
-outcomes = []
-def all_of_them():
-    outcomes.clear()
-    for call, arguments in many:
-        try:
-            outcomes.append(call(*arguments))
-        except (TypeError, ValueError, OverflowError, IndexError) as error:
-            outcomes.append(type(error).__name__)
-all_of_them()
-assert outcomes[0] == [0, -errno.ENOENT, 0] and outcomes[2] == 2, outcomes
-assert all(isinstance(outcome, str) for outcome in outcomes[3:]), outcomes
-bad, before = None, sys.getallocatedblocks()
-for _ in range(1000):
-    move(True, -1, path + "/x", new, 0o600, 0, first, None, 1)
-    all_of_them()
-assert sys.getallocatedblocks() < before + 100
-assert [sys.getrefcount(held) for held in (path, first, second)] == references
-first.clear(), second.clear()  # which nobody has a buffer of
-"""
-
-
-@NEEDS_COMPILER
-def test_the_sanitizers_find_nothing(tmp_path: Path) -> None:
-    if calls.made_by is PYTHON:
-        return  # once is enough
-    extension = tmp_path / "_calls.abi3.so"
-    if compiling.compile_extension(extension, "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"):
-        pytest.skip("this compiler has no sanitizers")
-    runtime = subprocess.run(["cc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", SANITIZED, str(extension), str(tmp_path / "file")],
-        env=os.environ | {"LD_PRELOAD": runtime.strip(), "ASAN_OPTIONS": "detect_leaks=0"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr

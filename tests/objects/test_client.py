@@ -12,7 +12,9 @@ import pytest
 
 from kvstore import open_store
 from kvstore.errors import TierUnavailable
+from kvstore.integrity import crc32c
 from kvstore.objects import connect, obstore_client
+from kvstore.objects.client import Arrived
 from kvstore.objects.faults import Kind, RequestFailed, kind_of_status, readable
 from kvstore.objects.fsspec_client import _kind
 from kvstore.objects.settings import OPTIONS
@@ -67,11 +69,14 @@ def test_an_object_is_read_into_the_callers_parts_in_pieces_or_at_once(
         connection.put("it", [data], new=False)
         parts = [np.zeros(size, np.uint8) for size in PARTS]
         proxy.plan["GET"] = times(1, truncating(50_000))
-        assert connection.get_into("it", parts) == data.nbytes
+        assert connection.get_into("it", parts) == Arrived(data.nbytes, 0)  # nothing comes into the first part
         assert np.concatenate(parts).tobytes() == data.tobytes()
         others = [np.zeros(size + 1, np.uint8) for size in PARTS]
-        assert connection.get_into("it", others) == data.nbytes
+        assert connection.get_into("it", others) == Arrived(data.nbytes)
         assert not any(part.any() for part in others)
+        (whole,) = one = [np.zeros(data.nbytes, np.uint8)]
+        assert connection.get_into("it", one) == Arrived(data.nbytes, crc32c(data))
+        assert whole.tobytes() == data.tobytes()
         assert connection.get_into("other", parts) is None
         proxy.plan["GET"] = truncating(50_000)
         with pytest.raises(RequestFailed):

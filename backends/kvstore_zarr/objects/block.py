@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.integrity import crc32c
 from kvstore.layout import as_bytes
 from kvstore.objects.faults import Kind, RequestFailed
 from kvstore.retention import now_ns
@@ -173,24 +174,26 @@ class OneBlock:
         if ring is not None:
             return self._read_sealed(tree, key, path, into, ring)
         closing = np.empty(frame.closing, np.uint8)
-        size = self._client.get_into(path, [into[: frame.whole], closing] if frame.whole else [closing])
-        if size is None:
+        arrived = self._client.get_into(path, [into[: frame.whole], closing] if frame.whole else [closing])
+        if arrived is None:
             return None
-        facts = frame.facts(closing) if size == frame.file_bytes else None
+        facts = frame.facts(closing) if arrived.nbytes == frame.file_bytes else None
         if facts is None or facts.key != key or facts.fingerprint != tree.namespace.fingerprint:
             return Unsealed.DAMAGED
         into[frame.whole :] = closing[: frame.rest]
-        return facts if frame.payload_is_intact(closing, into) else Unsealed.DAMAGED
+        crc = crc32c(closing[: frame.rest], arrived.crc) if frame.whole and arrived.crc is not None else None
+        return facts if frame.payload_is_intact(closing, into, crc) else Unsealed.DAMAGED
 
     def _read_sealed(
         self, tree: NamespaceTree, key: BlockKey, path: str, into: NDArray[np.uint8], ring: Ring
     ) -> BlockFacts | Unsealed | None:
         frame = tree.frames[key.group]
         file = np.empty(frame.file_bytes, np.uint8)
-        size = self._client.get_into(path, [file])
-        if size is None:
+        arrived = self._client.get_into(path, [file])
+        if arrived is None:
             return None
-        found = unseal_file(file, tree, key, into, ring) if size == frame.file_bytes else Unsealed.DAMAGED
+        whole = arrived.nbytes == frame.file_bytes
+        found = unseal_file(file, tree, key, into, ring) if whole else Unsealed.DAMAGED
         return (frame.facts(file[frame.whole :]) or Unsealed.DAMAGED) if found is Unsealed.GOOD else found
 
     def _is_foreign(self, path: str) -> bool:

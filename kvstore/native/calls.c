@@ -1,14 +1,9 @@
 /* What a block, and what the blocks of a job together, ask of the system, without the GIL.
  *
  * Why this is not Python: each call that Python makes of the system lets go of the GIL and has to get it back. This lets
- * go of it once. It holds nothing between two calls; what it does, and why, stands in `calls.py`, where Python does the
- * same.
+ * go of it once. What it does, and why, stands in `kvstore_zarr.calls`, where Python does the same.
  */
-#define _GNU_SOURCE
-#define _FILE_OFFSET_BITS 64
-#define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030b0000
-#include <Python.h>
+#include "native.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -18,8 +13,8 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { OPEN, LOCK, EXPECT, MOVE, SYNC, LOOK, CLOSE, DONE }; /* as `calls.Step` */
-enum { GO_ON, END, END_SYNCED };                            /* as `calls.Then` */
+enum { OPEN, LOCK, EXPECT, MOVE, SYNC, LOOK, CLOSE, DONE }; /* as `kvstore_zarr.calls.Step` */
+enum { GO_ON, END, END_SYNCED };                            /* as `kvstore_zarr.calls.Then` */
 
 typedef struct {
     int writing, fd, flags, then;
@@ -113,7 +108,7 @@ static int run(Job *job, int *step)
     return 0;
 }
 
-static PyObject *move(PyObject *module, PyObject *arguments)
+PyObject *move(PyObject *module, PyObject *arguments)
 {
     Job job = {0};
     int step = DONE, error = 0, held = 0;
@@ -172,7 +167,7 @@ static long long occupied(const char *path)
 }
 
 /* Each path of a list is renamed to that of a second one, or it is asked what it occupies; errors are negative. */
-static PyObject *of_paths(PyObject *module, PyObject *arguments)
+PyObject *of_paths(PyObject *module, PyObject *arguments)
 {
     PyObject *lists[2] = {NULL, NULL}, *held[2] = {NULL, NULL}, *outcome = NULL;
     const char **paths[2] = {NULL, NULL};
@@ -209,7 +204,7 @@ end:
 }
 
 /* Locks single bytes of a file, in their order, up to one that somebody has; how many. */
-static PyObject *lock_all(PyObject *module, PyObject *arguments)
+PyObject *lock_all(PyObject *module, PyObject *arguments)
 {
     PyObject *list;
     long long *offsets;
@@ -241,25 +236,4 @@ static PyObject *lock_all(PyObject *module, PyObject *arguments)
         return PyErr_SetFromErrno(PyExc_OSError);
     }
     return PyErr_Occurred() ? NULL : PyLong_FromSsize_t(done);
-}
-
-static PyMethodDef methods[] = {
-    {"move", move, METH_VARARGS, "See calls.Calls.move."},
-    {"of_paths", of_paths, METH_VARARGS, "See calls.Calls.of_paths."},
-    {"lock_all", lock_all, METH_VARARGS, "See calls.Calls.lock_all."},
-    {NULL, NULL, 0, NULL},
-};
-
-static int fill(PyObject *module)
-{
-    return PyModule_AddStringConstant(module, "SOURCE", SOURCE); /* what this was compiled from (`compiling`) */
-}
-
-static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)fill}, {0, NULL}};
-static PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_calls", .m_methods = methods, .m_slots = slots};
-
-PyMODINIT_FUNC PyInit__calls(void);
-PyMODINIT_FUNC PyInit__calls(void)
-{
-    return PyModuleDef_Init(&definition);
 }

@@ -1,5 +1,5 @@
-"""Compiles `_calls.c`, where there is a C compiler and Python's headers: when kvstore is built or installed, by
-`hatch_build.py`. `python backends/kvstore_zarr/compiling.py` does so in a source tree.
+"""Compiles the C files beside it into one extension, where there is a C compiler and Python's headers: when kvstore is
+built or installed, by `hatch_build.py`. `python kvstore/native/compiling.py` does so in a source tree.
 
 What comes out works with every CPython from 3.11 on. Imports nothing of kvstore, because nothing of it is installed
 then.
@@ -14,14 +14,16 @@ from pathlib import Path
 
 __all__ = ["EXTENSION", "SOURCE", "compile_extension", "digest_of"]
 
-SOURCE = Path(__file__).with_name("_calls.c")
-EXTENSION = Path(__file__).with_name("_calls.abi3.so")
-FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-shared", "-Wall", "-Wextra")
+SOURCE = Path(__file__).parent
+"""The folder of the C files."""
+EXTENSION = SOURCE / "_native.abi3.so"
+FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra")
 
 
-def digest_of(source: bytes) -> str:
+def digest_of(source: Path = SOURCE) -> str:
     """What an extension says of the source that it was compiled from: one from other source is not used."""
-    return hashlib.sha256(source).hexdigest()
+    files = sorted(path for path in source.iterdir() if path.suffix in (".c", ".h"))
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def compile_extension(extension: Path = EXTENSION, *flags: str, source: Path = SOURCE) -> str | None:
@@ -33,11 +35,11 @@ def compile_extension(extension: Path = EXTENSION, *flags: str, source: Path = S
     if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return "it is for CPython with its GIL"
     draft = extension.with_name(f"{extension.name}.{os.getpid()}")
-    define, include = f'-DSOURCE="{digest_of(source.read_bytes())}"', f"-I{sysconfig.get_paths()['include']}"
+    define, include = f'-DSOURCE="{digest_of(source)}"', f"-I{sysconfig.get_paths()['include']}"
     try:
         compiler = shlex.split(os.environ.get("CC") or "cc")
         done = subprocess.run(
-            [*compiler, *FLAGS, *flags, define, include, "-o", str(draft), str(source)],
+            [*compiler, *FLAGS, *flags, define, include, "-o", str(draft), *sorted(map(str, source.glob("*.c")))],
             capture_output=True, encoding="utf-8", errors="replace", check=False,
         )  # fmt: skip
         if done.returncode:
