@@ -73,7 +73,7 @@ def _without_the_gil() -> _Large | None:
 
 def _on_the_way() -> _Copy | None:
     """`copied` in C, where the extension is there, the processor is one for it, and it agrees."""
-    if extension is None or not extension.COPIES:
+    if extension is None or not extension.SUMS:
         return None
     copy: _Copy = extension.copy
     sample = np.arange(1000, dtype=np.uint16).view(np.uint8)

@@ -54,7 +54,7 @@ def test_whichever_library_is_there_checksums_are_as_right(monkeypatch: pytest.M
 
 
 def test_a_library_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = types.SimpleNamespace(iscsi=lambda *_: 7, copy=lambda *_: 7, COPIES=1)
+    wrong = types.SimpleNamespace(iscsi=lambda *_: 7, copy=lambda *_: 7, SUMS=1)
     monkeypatch.setitem(sys.modules, "fastcrc.crc32", wrong)  # type: ignore[arg-type]
     assert integrity._with_wide_registers() is None
     monkeypatch.setattr(integrity, "extension", wrong)

@@ -98,7 +98,9 @@ import importlib.machinery, importlib.util
 loader = importlib.machinery.ExtensionFileLoader("_native", sys.argv[1])
 module = importlib.util.module_from_spec(importlib.util.spec_from_loader("_native", loader))
 loader.exec_module(module)
-path, new, move = sys.argv[2], os.O_RDWR | os.O_CREAT, module.move
+path, new = sys.argv[2], os.O_RDWR | os.O_CREAT
+def move(*some):
+    return module.move(*some, 0, 0, 0)
 first, second = bytearray(b"a" * 5000), bytearray(b"b" * 300)
 references = [sys.getrefcount(held) for held in (path, first, second)]
 for _ in range(50):
@@ -137,7 +139,15 @@ def all_of_them():
 all_of_them()
 assert outcomes[0] == [0, -errno.ENOENT, 0] and outcomes[2] == 2, outcomes
 assert all(isinstance(outcome, str) for outcome in outcomes[3:]), outcomes
-for length in (0, 1, 7, 255, 256, 300, 511, 512, 513, 70000, 70001) if module.COPIES else ():
+closing = bytearray(b"rest" + bytes(96))
+for crc, at, until in ((-1, 0, 0), (0, 0, 0), (-1, 4, 96), (0, 4, 96), (7, 0, 4), (0, 92, 96)):
+    end = module.move(True, -1, path, os.O_RDWR, 0, 0, b"body" * 90, closing, 1, crc, at, until)
+    assert end[:3] == (0, 7, -1) and (end[-1] >= 0) == (crc >= 0), end
+for at, until in ((-1, 4), (0, 3), (93, 96), (4, 97), (4, -1), (4, 1 << 40)):
+    many.append((module.move, (True, -1, own, os.O_RDWR, 0, 0, b"body", closing, 1, 0, at, until)))
+many.append((module.move, (True, -1, own, os.O_RDWR, 0, 0, b"body", b"read-only", 1, 0, 4, 8)))
+many.append((module.move, (True, -1, own, os.O_RDWR, 0, 0, b"body", None, 1, 0, 4, 8)))
+for length in (0, 1, 7, 255, 256, 300, 511, 512, 513, 70000, 70001) if module.SUMS else ():
     source, into = bytes(range(251)) * 280, bytearray(length)
     crc = module.copy(into, source[:length])
     assert into == source[:length] and crc == module.copy(into, into[:]) and isinstance(crc, int)
@@ -155,7 +165,7 @@ for _ in range(1000):
     all_of_them()
 assert sys.getallocatedblocks() < before + 100
 assert [sys.getrefcount(held) for held in (path, first, second)] == references
-first.clear(), second.clear(), third.clear()  # which nobody has a buffer of
+first.clear(), second.clear(), third.clear(), closing.clear()  # which nobody has a buffer of
 """
 
 

@@ -3,7 +3,8 @@
     read     open, flock (shared, without waiting), fstat, preadv, unlock, close
     write    open, pwritev, fsync if that is asked for, fstat, unlock, close
 
-And what the blocks of a job ask of it together: to be renamed, what their folders occupy, the locks of their names.
+and the checksum of what was read, or is to be written. What the blocks of a job ask of it together: to be renamed, what
+their folders occupy, the locks of their names.
 
 Each call that Python makes of the system lets go of the GIL and has to get it back, which among sixteen threads costs
 more than the call; C (`kvstore.native`) lets go of it once. Where that is not there plain Python does the same. A block
@@ -21,6 +22,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore import native
+from kvstore.integrity import crc32c
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,9 +30,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    Outcome: TypeAlias = tuple[int, int, int, int, int, int]
+    Outcome: TypeAlias = tuple[int, int, int, int, int, int, int]
     Piece: TypeAlias = NDArray[np.uint8] | None
-    Move: TypeAlias = Callable[[bool, int, str, int, int, int, NDArray[np.uint8], Piece, int], Outcome]
+    Move: TypeAlias = Callable[[bool, int, str, int, int, int, NDArray[np.uint8], Piece, int, int, int, int], Outcome]
 
 __all__ = [
     "PYTHON",
@@ -52,6 +54,9 @@ SIZE_DIFFERS = errno.EBADMSG
 """What `Step.EXPECT` fails with, where the file has another size."""
 TOO_SHORT = errno.ENODATA
 """What `Step.MOVE` fails with, where the file ends before."""
+NO_SUM = -1
+"""A checksum that is not wanted."""
+_CRC = struct.Struct("<I")
 _FLOCK = struct.Struct("hhqqi0q")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
 
@@ -80,10 +85,11 @@ class BlockFile:
     """A file that is read or written from its opening to its end. For one thread.
 
     `error` is 0, or the errno of the `step` that failed; `fd` what is open then, or -1: the caller's to close. `mode`,
-    `occupied` (bytes) and `inode` are what was seen of it: before it was read, or when it was written.
+    `occupied` (bytes) and `inode` are what was seen of it: before it was read, or when it was written. `crc` is the
+    CRC-32C of all bodies that were moved, where whoever moves them has set it to 0 before.
     """
 
-    __slots__ = ("_flags", "_number", "error", "fd", "inode", "mode", "occupied", "path", "step")
+    __slots__ = ("_flags", "_number", "crc", "error", "fd", "inode", "mode", "occupied", "path", "step")
 
     def __init__(self, path: str, flags: int, number: int, fd: int = -1) -> None:
         """`flags` to open it with, unless it is open already, as `fd`; `number`: the permissions of a new file, or the
@@ -92,10 +98,15 @@ class BlockFile:
         self.path, self._flags, self._number, self.fd = path, flags, number, fd
         self.error, self.step = 0, int(Step.DONE)
         self.mode = self.occupied = self.inode = 0
+        self.crc = NO_SUM
 
-    def write(self, offset: int, body: NDArray[np.uint8], closing: Piece, then: Then) -> None:
-        """Write `body`, and `closing` behind it, all of both. Raises OSError."""
-        self._move(True, offset, body, closing, then)
+    def write(
+        self, offset: int, body: NDArray[np.uint8], closing: Piece, then: Then, sums: tuple[int, int] = (0, 0)
+    ) -> None:
+        """Write `body`, and `closing` behind it, all of both. `sums`: where two checksums are put into `closing` before
+        (`BlockFrame.sums`). Raises OSError.
+        """
+        self._move(True, offset, body, closing, then, *sums)
         if self.error:
             raise self.failure()
 
@@ -104,12 +115,16 @@ class BlockFile:
         self._move(False, offset, body, closing, then)
         return not self.error
 
-    def _move(self, writing: bool, offset: int, body: NDArray[np.uint8], closing: Piece, then: Then) -> None:
+    def _move(
+        self, writing: bool, offset: int, body: NDArray[np.uint8], closing: Piece, then: Then, at: int = 0,
+        until: int = 0,
+    ) -> None:  # fmt: skip
         seen = self.fd < 0 or writing
-        outcome = made_by.move(writing, self.fd, self.path, self._flags, self._number, offset, body, closing, then)
-        self.error, self.step, self.fd = outcome[:3]
+        self.error, self.step, self.fd, mode, occupied, inode, self.crc = made_by.move(
+            writing, self.fd, self.path, self._flags, self._number, offset, body, closing, then, self.crc, at, until
+        )
         if seen:
-            self.mode, self.occupied, self.inode = outcome[3:]
+            self.mode, self.occupied, self.inode = mode, occupied, inode
 
     def failure(self) -> OSError:
         """The error of the step that failed: a FileNotFoundError where that is what it is."""
@@ -146,7 +161,7 @@ def unlock(fd: int) -> None:
 
 def _move(
     writing: bool, fd: int, path: str, flags: int, number: int, offset: int, body: NDArray[np.uint8], closing: Piece,
-    then: int,
+    then: int, crc: int, at: int, until: int,
 ) -> Outcome:  # fmt: skip
     step, mode, occupied, inode = Step.OPEN, 0, 0, 0
     try:
@@ -159,9 +174,13 @@ def _move(
                 status = os.fstat(fd)
                 mode, occupied, inode = status.st_mode, status.st_blocks * 512, status.st_ino
                 if status.st_size != number:
-                    return SIZE_DIFFERS, step, fd, mode, occupied, inode
+                    return SIZE_DIFFERS, step, fd, mode, occupied, inode, crc
         step = Step.MOVE
+        if writing:
+            crc = _sealed(body, closing, crc, at, until)
         _transfer(writing, fd, offset, [piece.data for piece in (body, closing) if piece is not None and piece.nbytes])
+        if not writing and crc != NO_SUM:
+            crc = crc32c(body, crc)
         if then == Then.END_SYNCED:
             step = Step.SYNC
             os.fsync(fd)
@@ -175,8 +194,38 @@ def _move(
             gone, fd = fd, -1
             os.close(gone)
     except OSError as failure:
-        return failure.errno or errno.EIO, step, fd, mode, occupied, inode
-    return 0, Step.DONE, fd, mode, occupied, inode
+        return failure.errno or errno.EIO, step, fd, mode, occupied, inode, crc
+    return 0, Step.DONE, fd, mode, occupied, inode, crc
+
+
+def _sealed(body: NDArray[np.uint8], closing: Piece, crc: int, at: int, until: int) -> int:
+    """The checksum of `body`; into `closing` go that of what stands before `at` as well, and from there on, of all up
+    to `until`.
+    """
+    if crc == NO_SUM:
+        return crc
+    crc = crc32c(body, crc)
+    if until and closing is not None:
+        _CRC.pack_into(closing.data, at, crc32c(closing[:at], crc))
+        _CRC.pack_into(closing.data, until, crc32c(closing[at:until]))
+    return crc
+
+
+def _summed_in_python(move: Callable[..., Outcome]) -> Move:
+    """`move` of an extension that moves, and does not sum up on this processor."""
+
+    def moved(
+        writing: bool, fd: int, path: str, flags: int, number: int, offset: int, body: NDArray[np.uint8],
+        closing: Piece, then: int, crc: int, at: int, until: int,
+    ) -> Outcome:  # fmt: skip
+        if writing:
+            crc = _sealed(body, closing, crc, at, until)
+        outcome = move(writing, fd, path, flags, number, offset, body, closing, then, NO_SUM, 0, 0)
+        if not writing and crc != NO_SUM and not outcome[0]:
+            crc = crc32c(body, crc)
+        return (*outcome[:6], crc)
+
+    return moved
 
 
 def _transfer(writing: bool, fd: int, offset: int, left: list[memoryview]) -> None:
@@ -219,8 +268,8 @@ class Calls:
     """Who makes the calls."""
 
     move: Move
-    """A part of a block between memory and its file: errno, step, descriptor, mode, bytes occupied and inode, as of
-    `BlockFile`.
+    """A part of a block between memory and its file: errno, step, descriptor, mode, bytes occupied, inode and checksum,
+    as of `BlockFile`.
     """
     of_paths: Callable[..., list[int]]
     """What each path of a list occupies, in bytes; or, renamed to that of a second list, 0. An errno is negative."""
@@ -235,7 +284,8 @@ PYTHON = Calls(_move, _of_paths, _lock_all)
 def _choose() -> tuple[Calls, str]:
     if (extension := native.extension) is None:
         return PYTHON, f"system calls one by one, from Python ({native.reason})"
-    return Calls(extension.move, extension.of_paths, extension.lock_all), "a block's system calls in one, from C"
+    move = extension.move if extension.SUMS else _summed_in_python(extension.move)
+    return Calls(move, extension.of_paths, extension.lock_all), "a block's system calls in one, from C"
 
 
 made_by, how = _choose()

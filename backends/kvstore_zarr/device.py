@@ -185,27 +185,26 @@ class BlockDevice:
         file: BlockFile,
         frame: BlockFrame,
         payload: NDArray[np.uint8],
-        seal: Callable[[NDArray[np.uint8], int], object],
+        fill: Callable[[NDArray[np.uint8]], object],
         *,
         sync: bool,
     ) -> None:
-        """Write all of a file: `payload`, and the closing, which `seal` fills when it is told the payload's checksum.
+        """Write all of a file: `payload`, and the closing, of which `fill` writes everything but the checksums.
         `sync`: down to the disk. It is unlocked and closed then.
 
         Raises OSError, e.g. for a full disk: what is open is the caller's to close.
         """
-        crc, closing = 0, self._scratch.closing
+        file.crc, closing = 0, self._scratch.closing
         for start, end in frame.parts:
-            part = payload[start:end]
-            crc = crc32c(part, crc)
-            body = part[: frame.whole - start]
+            body = payload[start : min(end, frame.whole)]
             if self._needs_bounce(body):
                 bounce = self._scratch.bounce[: body.nbytes]
                 np.copyto(bounce, body)
                 body = bounce
             if end == frame.payload_bytes:
-                seal(closing, crc)
-                file.write(start, body, closing[: frame.closing], Then.END_SYNCED if sync else Then.END)
+                fill(closing)
+                then = Then.END_SYNCED if sync else Then.END
+                file.write(start, body, closing[: frame.closing], then, frame.sums)
             else:
                 file.write(start, body, None, Then.GO_ON)
 
@@ -215,20 +214,17 @@ class BlockDevice:
         """Read all of a file into `payload`: its closing, valid until this thread's next transfer, and the checksum of
         what was read; None if a step failed. `close`: and unlock it, when it was read; else it is the caller's.
         """
-        crc, closing = 0, self._scratch.closing[: frame.closing]
+        file.crc, closing = 0, self._scratch.closing[: frame.closing]
         for start, end in frame.parts:
-            part = payload[start:end]
-            body = part[: frame.whole - start]
+            body = payload[start : min(end, frame.whole)]
             bounce = self._scratch.bounce[: body.nbytes] if self._needs_bounce(body) else body
             last = end == frame.payload_bytes
             if not file.read(start, bounce, closing if last else None, Then.END if last and close else Then.GO_ON):
                 return None
             if bounce is not body:
                 np.copyto(body, bounce)
-            if last:
-                payload[frame.whole :] = closing[: frame.rest]
-            crc = crc32c(part, crc)
-        return closing, crc
+        payload[frame.whole :] = closing[: frame.rest]
+        return closing, crc32c(closing[: frame.rest], file.crc)
 
     def _needs_bounce(self, body: NDArray[np.uint8]) -> bool:
         return self.direct and body.nbytes > 0 and address_in_memory(body) % PAGE != 0

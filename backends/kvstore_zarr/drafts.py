@@ -107,8 +107,7 @@ def _fill(tier: LocalTier, block: NewBlock, file: BlockFile) -> None:
     )  # fmt: skip
     if block.data_key is None:
         tier.device.write(
-            file, frame, block.payload, lambda closing, crc: frame.seal(closing, block.payload, facts, crc),
-            sync=tier.durable,
+            file, frame, block.payload, lambda closing: frame.fill(closing, block.payload, facts), sync=tier.durable,
         )  # fmt: skip
     else:
         sealed = tier.device.staging(frame)

@@ -115,7 +115,8 @@ class BlockFrame:
 
     `sealed`: the payloads are sealed blocks, and `payload_bytes` is how long those are. `file_bytes` is the size of the
     file, `whole` the part of the payload that is whole pages, `rest` the bytes after it that stand at the start of the
-    closing, `closing` the size of the closing: whole pages, `whole + closing == file_bytes`.
+    closing, `closing` the size of the closing: whole pages, `whole + closing == file_bytes`. `sums` is where its two
+    checksums stand: the payload's, and that of all from there up to the second.
     """
 
     def __init__(self, payload_bytes: int, *, sealed: bool = False) -> None:
@@ -132,6 +133,7 @@ class BlockFrame:
         self._tail_at = self.rest + _CRC.size
         self._tail_end = self._tail_at + _TAIL.size + key_id_bytes
         self._tail_crc_at = self.closing - _INDEX_BYTES - _CRC.size
+        self.sums = self.rest, self._tail_crc_at
 
     @property
     def parts(self) -> Iterator[tuple[int, int]]:
@@ -139,19 +141,20 @@ class BlockFrame:
         for start in range(0, self.payload_bytes, self._step):
             yield start, min(start + self._step, self.payload_bytes)
 
-    def seal(
-        self, closing: NDArray[np.uint8], payload: NDArray[np.uint8], facts: BlockFacts, crc: int | None = None
-    ) -> None:
-        """Fill `closing` (at least `self.closing` bytes, the caller's) so that it completes `payload`, whose checksum
-        is `crc`, if that is known.
-        """
+    def seal(self, closing: NDArray[np.uint8], payload: NDArray[np.uint8], facts: BlockFacts) -> None:
+        """Fill `closing` (at least `self.closing` bytes, the caller's) so that it completes `payload`."""
+        self.fill(closing, payload, facts)
+        _CRC.pack_into(closing.data, self.rest, crc32c(payload))
+        _CRC.pack_into(closing.data, self._tail_crc_at, crc32c(closing[self.rest : self._tail_crc_at]))
+
+    def fill(self, closing: NDArray[np.uint8], payload: NDArray[np.uint8], facts: BlockFacts) -> None:
+        """`seal`, but for the two checksums."""
         if self.sealed and not facts.key_id:
             raise ValueError(f"{facts.key!r} is not sealed, and is not to be written into an encrypted tier")
         closing[: self.rest] = payload[self.whole :]
         closing[self._tail_end : self._tail_crc_at] = 0
         view = closing.data
         key = facts.key
-        _CRC.pack_into(view, self.rest, crc32c(payload) if crc is None else crc)
         _TAIL.pack_into(
             *(view, self._tail_at, MAGIC, FORMAT_VERSION, self._flags, key.group, len(key.digest), len(facts.parent)),
             *(facts.payload_bytes, facts.generation, facts.created, facts.position),
@@ -159,7 +162,6 @@ class BlockFrame:
         )
         if self.sealed:
             view[self._tail_end - _KEY_ID_BYTES : self._tail_end] = facts.key_id
-        _CRC.pack_into(view, self._tail_crc_at, crc32c(closing[self.rest : self._tail_crc_at]))
         view[self.closing - _INDEX_BYTES : self.closing] = self._index
 
     def facts(self, closing: NDArray[np.uint8]) -> BlockFacts | None:

@@ -5,9 +5,11 @@
  */
 #include "native.h"
 
+#include <endian.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
+#include <string.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
@@ -22,8 +24,24 @@ typedef struct {
     long long offset;
     const char *path;
     struct iovec pieces[2];
+    long at, until; /* where two checksums stand in the second piece that is written; `until` is 0 where none do */
+    long long crc;  /* of the first piece, and of those before it; -1: it is not wanted */
     struct stat status;
 } Job;
+
+/* The first piece's checksum, continued by what stands before its place, and that of all from there on. */
+static void seal(Job *job)
+{
+    uint8_t *closing = job->pieces[1].iov_base;
+
+    job->crc = sum_up((uint32_t)job->crc, job->pieces[0].iov_base, job->pieces[0].iov_len);
+    if (job->until) {
+        uint32_t crc = htole32(sum_up((uint32_t)job->crc, closing, (size_t)job->at));
+        memcpy(closing + job->at, &crc, sizeof crc);
+        crc = htole32(sum_up(0, closing + job->at, (size_t)(job->until - job->at)));
+        memcpy(closing + job->until, &crc, sizeof crc);
+    }
+}
 
 /* Moves everything, however many calls that takes; 0, or an errno. */
 static int transfer(Job *job)
@@ -90,8 +108,14 @@ static int run(Job *job, int *step)
         }
     }
     *step = MOVE;
+    int is_summed = job->crc >= 0 && sums();
+    if (is_summed && job->writing)
+        seal(job);
+    struct iovec body = job->pieces[0]; /* `transfer` moves on in them */
     if ((error = transfer(job)))
         return error;
+    if (is_summed && !job->writing)
+        job->crc = sum_up((uint32_t)job->crc, body.iov_base, body.iov_len);
     if (job->then == END_SYNCED && (error = retried(job, *step = SYNC)))
         return error;
     if (job->then != GO_ON) {
@@ -116,20 +140,25 @@ PyObject *move(PyObject *module, PyObject *arguments)
     Py_buffer buffers[2];
 
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "piO&iLLOOi", &job.writing, &job.fd, PyUnicode_FSConverter, &path, &job.flags,
-                          &job.number, &job.offset, &pieces[0], &pieces[1], &job.then))
+    if (!PyArg_ParseTuple(arguments, "piO&iLLOOiLll", &job.writing, &job.fd, PyUnicode_FSConverter, &path, &job.flags,
+                          &job.number, &job.offset, &pieces[0], &pieces[1], &job.then, &job.crc, &job.at, &job.until))
         return NULL;
     job.path = PyBytes_AsString(path);
     for (; held < 2 && pieces[held] != Py_None; held++) {
-        if (PyObject_GetBuffer(pieces[held], &buffers[held], job.writing ? PyBUF_SIMPLE : PyBUF_WRITABLE) < 0)
+        int is_changed = !job.writing || (held == 1 && job.until);
+        if (PyObject_GetBuffer(pieces[held], &buffers[held], is_changed ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0)
             goto end;
         job.pieces[held] = (struct iovec){buffers[held].buf, (size_t)buffers[held].len};
+    }
+    if (job.until && (job.at < 0 || job.at + 4 > job.until || job.until + 4 > (long)job.pieces[1].iov_len)) {
+        PyErr_SetString(PyExc_ValueError, "no room for the checksums");
+        goto end;
     }
     Py_BEGIN_ALLOW_THREADS
     error = run(&job, &step);
     Py_END_ALLOW_THREADS
-    outcome = Py_BuildValue("iiiILK", error, step, job.fd, (unsigned)job.status.st_mode,
-                            (long long)job.status.st_blocks * 512, (unsigned long long)job.status.st_ino);
+    outcome = Py_BuildValue("iiiILKL", error, step, job.fd, (unsigned)job.status.st_mode,
+                            (long long)job.status.st_blocks * 512, (unsigned long long)job.status.st_ino, job.crc);
 end:
     while (held > 0)
         PyBuffer_Release(&buffers[--held]);

@@ -1,10 +1,11 @@
-/* CRC-32C on the way of a copy: each byte is read once, summed up in the register it was read into, and written.
+/* CRC-32C, alone or on the way of a copy: each byte is read once, summed up in the register it was read into, and
+ * written.
  *
  * Remainders are kept for sixteen lanes of 128 bits and folded over by carry-less multiplication (Gopal et al., "Fast CRC
  * Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009), four registers of 512 bits at a time.
  * What is left in the end goes through the processor's own CRC-32C. It takes AVX-512 and VPCLMULQDQ (Ice Lake, Zen 4 and
- * later): in registers of 128 bits it is slower than a copy and a checksum after it, which is what `integrity` does in
- * Python on other processors.
+ * later): in registers of 128 bits it is slower than a copy and a library's checksum after it, which is what Python
+ * does on other processors.
  */
 #include "native.h"
 
@@ -44,14 +45,15 @@ WIDE static inline __m512i folded_wide(__m512i remainder, __m512i over, __m512i 
 /* What is left when all lanes are in one, and the last bytes. */
 NARROW static uint32_t finished(uint32_t crc, uint8_t *into, const uint8_t *from, size_t length)
 {
-    for (; length >= 8; into += 8, from += 8, length -= 8) {
+    if (into)
+        memcpy(into, from, length);
+    for (; length >= 8; from += 8, length -= 8) {
         uint64_t word;
         memcpy(&word, from, 8);
-        memcpy(into, &word, 8);
         crc = (uint32_t)_mm_crc32_u64(crc, word);
     }
     for (; length; length--)
-        crc = _mm_crc32_u8(crc, *into++ = *from++);
+        crc = _mm_crc32_u8(crc, *from++);
     return crc;
 }
 
@@ -61,9 +63,11 @@ NARROW static uint32_t reduced(__m128i remainder)
     return (uint32_t)_mm_crc32_u64(crc, (uint64_t)_mm_extract_epi64(remainder, 1));
 }
 
-WIDE static uint32_t copy_and_sum(uint32_t crc, uint8_t *into, const uint8_t *from, size_t length)
+/* Without `into` nothing is copied: inlined for either. */
+WIDE static inline __attribute__((always_inline)) uint32_t summed(uint32_t crc, uint8_t *into, const uint8_t *from,
+                                                                  size_t length)
 {
-    __m512i sums[4], next, over = distance(BY_2048);
+    __m512i lanes[4], next, over = distance(BY_2048);
     size_t done;
 
     if (length < 256)
@@ -71,30 +75,42 @@ WIDE static uint32_t copy_and_sum(uint32_t crc, uint8_t *into, const uint8_t *fr
 
 #pragma GCC unroll 4
     for (int lane = 0; lane < 4; lane++) {
-        sums[lane] = _mm512_loadu_si512(from + 64 * lane);
-        _mm512_storeu_si512(into + 64 * lane, sums[lane]);
+        lanes[lane] = _mm512_loadu_si512(from + 64 * lane);
+        if (into)
+            _mm512_storeu_si512(into + 64 * lane, lanes[lane]);
     }
-    sums[0] = _mm512_xor_si512(sums[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)~crc)));
+    lanes[0] = _mm512_xor_si512(lanes[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)~crc)));
     for (done = 256; length - done >= 256; done += 256)
 #pragma GCC unroll 4
         for (int lane = 0; lane < 4; lane++) {
             next = _mm512_loadu_si512(from + done + 64 * lane);
-            _mm512_storeu_si512(into + done + 64 * lane, next);
-            sums[lane] = folded_wide(sums[lane], over, next);
+            if (into)
+                _mm512_storeu_si512(into + done + 64 * lane, next);
+            lanes[lane] = folded_wide(lanes[lane], over, next);
         }
     over = distance(BY_512);
 #pragma GCC unroll 4
     for (int lane = 1; lane < 4; lane++)
-        sums[lane] = folded_wide(sums[lane - 1], over, sums[lane]);
+        lanes[lane] = folded_wide(lanes[lane - 1], over, lanes[lane]);
 
-    __m128i sum = _mm512_extracti32x4_epi32(sums[3], 0);
-    sum = folded(sum, BY_128, _mm512_extracti32x4_epi32(sums[3], 1));
-    sum = folded(sum, BY_128, _mm512_extracti32x4_epi32(sums[3], 2));
-    sum = folded(sum, BY_128, _mm512_extracti32x4_epi32(sums[3], 3));
-    return ~finished(reduced(sum), into + done, from + done, length - done);
+    __m128i sum = _mm512_extracti32x4_epi32(lanes[3], 0);
+    sum = folded(sum, BY_128, _mm512_extracti32x4_epi32(lanes[3], 1));
+    sum = folded(sum, BY_128, _mm512_extracti32x4_epi32(lanes[3], 2));
+    sum = folded(sum, BY_128, _mm512_extracti32x4_epi32(lanes[3], 3));
+    return ~finished(reduced(sum), into ? into + done : NULL, from + done, length - done);
 }
 
-int copies(void)
+WIDE uint32_t sum_up(uint32_t crc, const void *from, size_t length)
+{
+    return summed(crc, NULL, from, length);
+}
+
+WIDE static uint32_t copy_and_sum(uint32_t crc, void *into, const void *from, size_t length)
+{
+    return summed(crc, into, from, length);
+}
+
+int sums(void)
 {
     __builtin_cpu_init();
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
@@ -102,13 +118,19 @@ int copies(void)
            __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.2");
 }
 #else
-static uint32_t copy_and_sum(uint32_t crc, uint8_t *into, const uint8_t *from, size_t length)
+uint32_t sum_up(uint32_t crc, const void *from, size_t length)
 {
-    (void)into, (void)from, (void)length;
+    (void)from, (void)length;
     return crc;
 }
 
-int copies(void)
+static uint32_t copy_and_sum(uint32_t crc, void *into, const void *from, size_t length)
+{
+    (void)into;
+    return sum_up(crc, from, length);
+}
+
+int sums(void)
 {
     return 0;
 }
@@ -128,7 +150,7 @@ PyObject *copy(PyObject *module, PyObject *arguments)
     if (PyObject_GetBuffer(objects[1], &from, PyBUF_SIMPLE) == 0) {
         if (into.len != from.len)
             PyErr_Format(PyExc_ValueError, "%zd bytes do not fit into %zd", from.len, into.len);
-        else if (!copies())
+        else if (!sums())
             PyErr_SetString(PyExc_NotImplementedError, "not on this processor");
         else {
             if (into.len < RELEASED_FROM)

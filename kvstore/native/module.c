@@ -13,7 +13,7 @@ static int fill(PyObject *module)
 {
     if (PyModule_AddStringConstant(module, "SOURCE", SOURCE) < 0) /* what this was compiled from (`compiling`) */
         return -1;
-    return PyModule_AddIntConstant(module, "COPIES", copies());
+    return PyModule_AddIntConstant(module, "SUMS", sums());
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)fill}, {0, NULL}};

@@ -15,4 +15,5 @@ PyObject *lock_all(PyObject *module, PyObject *arguments);
 
 /* checksum.c */
 PyObject *copy(PyObject *module, PyObject *arguments);
-int copies(void); /* whether this processor can do what `copy` does */
+int sums(void); /* whether this processor can do what the rest of this is for */
+uint32_t sum_up(uint32_t crc, const void *from, size_t length); /* CRC-32C, going on from `crc` */

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.integrity import crc32c
 from kvstore_zarr import calls
-from kvstore_zarr.calls import PYTHON, SIZE_DIFFERS, TOO_SHORT, BlockFile, Step, Then
+from kvstore_zarr.calls import NO_SUM, PYTHON, SIZE_DIFFERS, TOO_SHORT, BlockFile, Step, Then
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -143,6 +144,31 @@ def test_writes_that_take_less_are_gone_on_with(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == filled(4000).tobytes() + filled(4000, 2)[:1000].tobytes()
 
 
+def test_bodies_are_summed_up_and_the_sums_stand_in_the_closing(tmp_path: Path) -> None:
+    first, second, closing = filled(7000), filled(3000, 2), filled(500, 3)
+    expected = crc32c(closing[:100], crc32c(second, crc32c(first)))
+    file = BlockFile(str(tmp_path / "file"), NEW, 0o600)
+    file.crc = 0
+    file.write(0, first, None, Then.GO_ON)
+    file.write(7000, second, closing, Then.END, (100, 300))
+    assert file.crc == crc32c(second, crc32c(first))
+    written = np.frombuffer((tmp_path / "file").read_bytes(), np.uint8)
+    assert written.tobytes() == first.tobytes() + second.tobytes() + closing.tobytes()
+    assert int.from_bytes(closing[100:104].tobytes(), "little") == expected
+    assert int.from_bytes(closing[300:304].tobytes(), "little") == crc32c(closing[100:300])
+    assert closing[:100].tobytes() + closing[304:].tobytes() == (
+        filled(500, 3)[:100].tobytes() + filled(500, 3)[304:].tobytes()
+    )
+    file = BlockFile(str(tmp_path / "file"), READ, 10_500)
+    file.crc = 0
+    assert file.read(0, empty(7000), None, Then.GO_ON)
+    assert file.read(7000, empty(3000), empty(500), Then.END)
+    assert file.crc == crc32c(second, crc32c(first))
+    file = BlockFile(str(tmp_path / "file"), READ, 10_500)
+    assert file.read(0, empty(7000), None, Then.END)
+    assert file.crc == NO_SUM  # nobody asked for it
+
+
 def test_a_full_device_and_a_lack_of_descriptors_are_told(path: Path) -> None:
     full = BlockFile("/dev/full", os.O_WRONLY, 0)
     with pytest.raises(OSError, match="No space left"):
@@ -164,33 +190,37 @@ def test_a_full_device_and_a_lack_of_descriptors_are_told(path: Path) -> None:
     writing=st.booleans(), there=st.sampled_from([None, 0, 5000, 9000]), number=st.sampled_from([0, 5000, 9000]),
     flags=st.sampled_from([READ, NEW, os.O_RDWR, os.O_WRONLY]), offset=st.integers(0, 9000),
     sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=2), then=st.sampled_from(Then), is_open=st.booleans(),
+    crc=st.sampled_from([NO_SUM, 0, 12345]), sums=st.sampled_from([(0, 0), (0, 4), (70, 200)]),
 )  # fmt: skip
 def test_c_and_python_come_to_the_same(tmp_path_factory: pytest.TempPathFactory, **case: Any) -> None:
     if calls.made_by is PYTHON:
         return  # once is enough
-    assert came_to(tmp_path_factory.mktemp("c"), calls.made_by.move, **case) == came_to(
-        tmp_path_factory.mktemp("python"), PYTHON.move, **case
-    )
+    expected = came_to(tmp_path_factory.mktemp("python"), PYTHON.move, **case)
+    move = calls.made_by.move
+    for one in (move, calls._summed_in_python(move)):  # as on a processor for which C does not sum up
+        assert came_to(tmp_path_factory.mktemp("c"), one, **case) == expected
 
 
 def came_to(
     root: Path, move: calls.Move, *, writing: bool, there: int | None, number: int, flags: int, offset: int,
-    sizes: list[int], then: int, is_open: bool,
+    sizes: list[int], then: int, is_open: bool, crc: int, sums: tuple[int, int],
 ) -> list[Any]:  # fmt: skip
     path, before = root / "file", descriptors()
     if there is not None:
         path.write_bytes(filled(there, 5).tobytes())
     fd = os.open(path, os.O_RDWR) if is_open and there is not None else -1
     pieces = [filled(nbytes, nbytes) for nbytes in sizes] + [None]
-    error, step, left, mode, occupied, inode = move(
-        writing, fd, str(path), flags, number, offset, pieces[0], pieces[1], then
+    at, until = sums if writing and len(sizes) == 2 and sizes[1] >= 204 else (0, 0)
+    error, step, left, mode, occupied, inode, crc = move(
+        writing, fd, str(path), flags, number, offset, pieces[0], pieces[1], then, crc, at, until
     )
     if left >= 0:
         os.close(left)
     assert descriptors() == before
     assert inode in (0, path.stat().st_ino if path.exists() else 0)
+    seen = [piece.tobytes() for piece in pieces if piece is not None], crc
     return [
-        error, step, left >= 0, mode, occupied, [piece.tobytes() for piece in pieces if piece is not None],
+        error, step, left >= 0, mode, occupied, None if error and writing else seen[0], None if error else seen[1],
         path.read_bytes() if path.exists() and path.stat().st_mode & 0o400 else None,
     ]  # fmt: skip
 
