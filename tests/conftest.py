@@ -51,8 +51,7 @@ def made_by_c(tmp_path_factory: pytest.TempPathFactory) -> calls.Calls:
     """The installed extension's, or those of one compiled for all tests of this process, where none is installed."""
     if calls.made_by is not calls.PYTHON:
         return calls.made_by
-    extension = compiled(tmp_path_factory.mktemp("extension"))
-    return calls.Calls(extension.move, extension.of_paths, extension.lock_all)
+    return calls.in_c(compiled(tmp_path_factory.mktemp("extension")))
 
 
 @pytest.fixture(params=[pytest.param("C", marks=NEEDS_COMPILER), "Python"])

@@ -84,6 +84,26 @@ def test_blocks_of_any_size_move_to_and_from_buffers_at_any_address(direct_folde
             assert (around[0], around[-1]) == (99, 99)
 
 
+@pytest.mark.parametrize("io", ["direct", "buffered"])
+def test_blocks_that_go_together_and_blocks_that_go_alone_do_not_mix(direct_folder: Path, io: str) -> None:
+    """Of one call: small and large, in pages of their own or not."""
+    sizes = (5000, MIB, PART_BYTES + 5)
+    space = Namespace("model", "1", tuple(BlockLayout.opaque(nbytes) for nbytes in sizes), block_tokens=16)
+    sources: list[tuple[BlockKey, NDArray[np.uint8]]] = []
+    for number in range(60):
+        group = 2 if number % 20 == 7 else number % 5 == 3
+        source = buffer(sizes[group], 0 if number % 3 else number)
+        source[:] = np.random.default_rng(number).integers(0, 256, sizes[group], np.uint8)
+        sources.append((BlockKey(number.to_bytes(32, "little"), int(group)), source))
+    with open_store(f"file://{direct_folder}/tier", io=io) as store:
+        outcomes = store.put_many(space, [BlockWrite(*source) for source in sources])
+        assert set(outcomes) == {PutOutcome.STORED}
+        into = [np.zeros_like(source) for _, source in sources]
+        reads = [BlockRead(name, row) for (name, _), row in zip(sources, into, strict=True)]
+        assert set(store.get_many_into(space, reads)) == {GetOutcome.HIT}
+        assert all(np.array_equal(row, source) for row, (_, source) in zip(into, sources, strict=True))
+
+
 def test_what_one_mode_wrote_the_other_reads(direct_folder: Path) -> None:
     space = space_of(10_000)
     data = np.random.default_rng(1).integers(0, 256, 10_000, np.uint8)

@@ -29,10 +29,9 @@ def test_an_extension_of_this_source_is_used_unless_it_is_not_wanted(
     chosen(monkeypatch, module)
     assert native._found() == (module, "")
     monkeypatch.setattr(native, "extension", module)
-    assert calls._choose() == (
-        calls.Calls(module.move, module.of_paths, module.lock_all),
-        "a block's system calls in one, from C",
-    )
+    made_by, how = calls._choose()
+    assert how == "a block's system calls in one, from C"
+    assert made_by.lock_all == module.lock_all
     monkeypatch.setenv("KVSTORE_NATIVE", "no")
     assert native._found() == (None, "KVSTORE_NATIVE=no")
     monkeypatch.setattr(native, "extension", None)
@@ -147,6 +146,14 @@ for at, until in ((-1, 4), (0, 3), (93, 96), (4, 97), (4, -1), (4, 1 << 40)):
     many.append((module.move, (True, -1, own, os.O_RDWR, 0, 0, b"body", closing, 1, 0, at, until)))
 many.append((module.move, (True, -1, own, os.O_RDWR, 0, 0, b"body", b"read-only", 1, 0, 4, 8)))
 many.append((module.move, (True, -1, own, os.O_RDWR, 0, 0, b"body", None, 1, 0, 4, 8)))
+whole = [(True, -1, own + name, new, 0o600, 0, b"body" * 90, closing, then, 0, 4, 96) for name, then in
+    (("a", 1), ("/b", 1), ("c", 2), ("d", 0))]
+done = module.move_all(whole)
+assert [one[:2] for one in done] == [(0, 7), (errno.ENOTDIR, 0), (0, 7), (0, 7)], done
+assert module.move_all([]) == [] and done[0][2] == -1 and done[3][2] >= 0
+os.close(done[3][2])
+many += [(module.move_all, (bad,)) for bad in (whole[:2] + [(1,)], whole[:1] + [5], (whole[0],), None,
+    [whole[0][:7] + (b"read-only",) + whole[0][8:]])]
 for length in (0, 1, 7, 255, 256, 300, 511, 512, 513, 70000, 70001) if module.SUMS else ():
     source, into = bytes(range(251)) * 280, bytearray(length)
     crc = module.copy(into, source[:length])

@@ -19,6 +19,7 @@ import os
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore import native
@@ -26,12 +27,14 @@ from kvstore.integrity import crc32c
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from types import ModuleType
 
     import numpy as np
     from numpy.typing import NDArray
 
     Outcome: TypeAlias = tuple[int, int, int, int, int, int, int]
     Piece: TypeAlias = NDArray[np.uint8] | None
+    Job: TypeAlias = tuple[bool, int, str, int, int, int, NDArray[np.uint8], Piece, int, int, int, int]
     Move: TypeAlias = Callable[[bool, int, str, int, int, int, NDArray[np.uint8], Piece, int, int, int, int], Outcome]
 
 __all__ = [
@@ -42,7 +45,9 @@ __all__ = [
     "Calls",
     "Step",
     "Then",
+    "Whole",
     "how",
+    "in_c",
     "lock_all",
     "made_by",
     "occupied_all",
@@ -110,6 +115,16 @@ class BlockFile:
         if self.error:
             raise self.failure()
 
+    @staticmethod
+    def write_all(wholes: Sequence[Whole], then: Then) -> None:
+        """Write files one after the other, each to its end; each `error` says what became of it."""
+        jobs: list[Job] = []
+        for whole in wholes:
+            whole.file.crc = 0
+            jobs.append(whole.file._job(True, 0, whole.body, whole.closing, then, *whole.sums))
+        for whole, outcome in zip(wholes, made_by.move_all(jobs), strict=True):
+            whole.file._came_to(outcome, seen=True)
+
     def read(self, offset: int, body: NDArray[np.uint8], closing: Piece, then: Then) -> bool:
         """Fill `body` and `closing`; whether that worked."""
         self._move(False, offset, body, closing, then)
@@ -120,15 +135,33 @@ class BlockFile:
         until: int = 0,
     ) -> None:  # fmt: skip
         seen = self.fd < 0 or writing
-        self.error, self.step, self.fd, mode, occupied, inode, self.crc = made_by.move(
-            writing, self.fd, self.path, self._flags, self._number, offset, body, closing, then, self.crc, at, until
-        )
+        outcome = made_by.move(*self._job(writing, offset, body, closing, then, at, until))
+        self._came_to(outcome, seen=seen)
+
+    def _job(
+        self, writing: bool, offset: int, body: NDArray[np.uint8], closing: Piece, then: Then, at: int, until: int
+    ) -> Job:
+        flags, number = self._flags, self._number
+        return writing, self.fd, self.path, flags, number, offset, body, closing, then, self.crc, at, until
+
+    def _came_to(self, outcome: Outcome, *, seen: bool) -> None:
+        self.error, self.step, self.fd, mode, occupied, inode, self.crc = outcome
         if seen:
             self.mode, self.occupied, self.inode = mode, occupied, inode
 
     def failure(self) -> OSError:
         """The error of the step that failed: a FileNotFoundError where that is what it is."""
         return OSError(self.error, os.strerror(self.error), self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A file that is to be written in one go: `body`, and `closing` behind it, with its two checksums at `sums`."""
+
+    file: BlockFile
+    body: NDArray[np.uint8]
+    closing: NDArray[np.uint8]
+    sums: tuple[int, int]
 
 
 def rename_all(paths: Sequence[str], targets: Sequence[str]) -> list[int]:
@@ -196,6 +229,10 @@ def _move(
     except OSError as failure:
         return failure.errno or errno.EIO, step, fd, mode, occupied, inode, crc
     return 0, Step.DONE, fd, mode, occupied, inode, crc
+
+
+def _one_by_one(move: Move, jobs: list[Job]) -> list[Outcome]:
+    return [move(*job) for job in jobs]
 
 
 def _sealed(body: NDArray[np.uint8], closing: Piece, crc: int, at: int, until: int) -> int:
@@ -271,21 +308,31 @@ class Calls:
     """A part of a block between memory and its file: errno, step, descriptor, mode, bytes occupied, inode and checksum,
     as of `BlockFile`.
     """
+    move_all: Callable[[list[Job]], list[Outcome]]
+    """The same of several files, one after the other."""
     of_paths: Callable[..., list[int]]
     """What each path of a list occupies, in bytes; or, renamed to that of a second list, 0. An errno is negative."""
     lock_all: Callable[[int, list[int]], int]
     """As the function of that name."""
 
 
-PYTHON = Calls(_move, _of_paths, _lock_all)
+PYTHON = Calls(_move, partial(_one_by_one, _move), _of_paths, _lock_all)
 """One by one, from Python."""
+
+
+def in_c(extension: ModuleType) -> Calls:
+    """By way of the extension."""
+    move, move_all = extension.move, extension.move_all
+    if not extension.SUMS:
+        move = _summed_in_python(move)
+        move_all = partial(_one_by_one, move)
+    return Calls(move, move_all, extension.of_paths, extension.lock_all)
 
 
 def _choose() -> tuple[Calls, str]:
     if (extension := native.extension) is None:
         return PYTHON, f"system calls one by one, from Python ({native.reason})"
-    move = extension.move if extension.SUMS else _summed_in_python(extension.move)
-    return Calls(move, extension.of_paths, extension.lock_all), "a block's system calls in one, from C"
+    return in_c(extension), "a block's system calls in one, from C"
 
 
 made_by, how = _choose()

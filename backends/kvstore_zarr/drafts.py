@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstore.catalog import Entry
@@ -22,7 +24,7 @@ from kvstore_zarr.removal import erase, overwrite, release
 from kvstore_zarr.sealed import seal_file
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from kvstore.sealing import DataKey
     from kvstore.types import BlockWrite
     from kvstore_zarr.calls import BlockFile
+    from kvstore_zarr.format import BlockFrame
     from kvstore_zarr.metadata import NamespaceTree
     from kvstore_zarr.tier import LocalTier
 
@@ -73,46 +76,66 @@ def make_folder(tier: LocalTier, block: NewBlock, *, again: bool = False) -> Non
     tier.folders.make(block.tree, block.write.key, unique=unique, again=again)
 
 
-def write(tier: LocalTier, block: NewBlock, fd: int) -> None:
-    """Write a block's draft, over the recycled file `fd`, or, where that is -1, make it, and its folder. Where that
-    fails, nothing of it is left, and `outcome` says so.
+def write(tier: LocalTier, blocks: Sequence[NewBlock], recycled: dict[str, int]) -> None:
+    """Write the drafts of blocks: over a file of `recycled` (descriptors by draft, which are taken from there), or,
+    where there is none, make it, and its folder. Where that fails, nothing of it is left, and `outcome` says so.
     """
-    file = tier.device.create(block.draft, tier.mode, fd)
+    files: list[tuple[NewBlock, BlockFile]] = []
     try:
-        if fd < 0:
-            make_folder(tier, block)
-        try:
-            _fill(tier, block, file)
-        except FileNotFoundError:  # somebody removed the folder behind our back
-            make_folder(tier, block, again=True)
-            _fill(tier, block, file)
-        block.size = tier.device.finish(file, tier.mode)
+        for block in blocks:
+            file = tier.device.create(block.draft, tier.mode, recycled.pop(block.draft, -1))
+            files.append((block, file))
+            if file.fd < 0:
+                with _settling(block, file):
+                    make_folder(tier, block)
+        _fill(tier, [one for one in files if one[0].outcome is None])
+        lost = [(block, file) for block, file in files if file.error == errno.ENOENT and block.outcome is None]
+        for block, file in lost:  # somebody removed the folder behind our back
+            with _settling(block, file):
+                make_folder(tier, block, again=True)
+        _fill(tier, [one for one in lost if one[0].outcome is None])
+        for block, file in files:
+            if block.outcome is None:
+                with _settling(block, file):
+                    if file.error:
+                        raise file.failure()
+                    block.size = tier.device.finish(file, tier.mode)
+            steps.checkpoint("written")
+    finally:
+        for _, file in files:
+            if file.fd >= 0:
+                release(file.fd)
+
+
+@contextmanager
+def _settling(block: NewBlock, file: BlockFile) -> Generator[None]:
+    """A draft of which an error is raised is taken back."""
+    try:
+        yield
     except OSError as error:
         fd, file.fd = file.fd, -1
         _take_back(fd, block.draft)
         block.outcome = outcome_of(error)
-    finally:
-        if file.fd >= 0:
-            release(file.fd)
-    steps.checkpoint("written")
 
 
-def _fill(tier: LocalTier, block: NewBlock, file: BlockFile) -> None:
-    tree, key = block.tree, block.write.key
-    frame = tree.frames[key.group]
-    block.created = now_ns()
-    facts = BlockFacts(
-        tree.namespace.fingerprint, key, block.payload.nbytes, block.generation, block.created,
-        block.write.position, block.write.parent,
-    )  # fmt: skip
-    if block.data_key is None:
-        tier.device.write(
-            file, frame, block.payload, lambda closing: frame.fill(closing, block.payload, facts), sync=tier.durable,
+def _fill(tier: LocalTier, files: Sequence[tuple[NewBlock, BlockFile]]) -> None:
+    """Write what is in the files; each `file.error` says what became of it."""
+    plain: list[tuple[BlockFile, BlockFrame, NDArray[np.uint8], Callable[[NDArray[np.uint8]], object]]] = []
+    for block, file in files:
+        frame = block.tree.frames[block.write.key.group]
+        block.created = now_ns()
+        facts = BlockFacts(
+            block.tree.namespace.fingerprint, block.write.key, block.payload.nbytes, block.generation, block.created,
+            block.write.position, block.write.parent,
         )  # fmt: skip
-    else:
-        sealed = tier.device.staging(frame)
-        seal_file(sealed, frame, block.payload, facts, block.data_key)
-        tier.device.write_file(file, sealed, sync=tier.durable)
+        if block.data_key is None:
+            plain.append((file, frame, block.payload, partial(frame.fill, payload=block.payload, facts=facts)))
+        else:
+            sealed = tier.device.staging(frame)
+            seal_file(sealed, frame, block.payload, facts, block.data_key)
+            with suppress(OSError):
+                tier.device.write_file(file, sealed, sync=tier.durable)
+    tier.device.write_all(plain, sync=tier.durable)
 
 
 def give_up(block: NewBlock, lost: PutOutcome) -> None:

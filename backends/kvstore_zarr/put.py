@@ -285,8 +285,7 @@ class PutJob:
         recycled = eviction.hand_on(tier, heirs)
         steps.checkpoint("removed")
         try:
-            for block in admitted:
-                drafts.write(tier, block, recycled.pop(block.draft, -1))
+            drafts.write(tier, admitted, recycled)
         finally:
             for fd in recycled.values():
                 release(fd)

@@ -27,6 +27,10 @@ typedef struct {
     long at, until; /* where two checksums stand in the second piece that is written; `until` is 0 where none do */
     long long crc;  /* of the first piece, and of those before it; -1: it is not wanted */
     struct stat status;
+    int error, step; /* what it came to: an errno, and of which step */
+    PyObject *held_path;
+    Py_buffer buffers[2];
+    int held;
 } Job;
 
 /* The first piece's checksum, continued by what stands before its place, and that of all from there on. */
@@ -93,7 +97,7 @@ static int retried(Job *job, int step)
 }
 
 /* Takes all steps, up to one that fails; its errno, and which it is. */
-static int run(Job *job, int *step)
+static int tried(Job *job, int *step)
 {
     int error = 0;
 
@@ -132,38 +136,98 @@ static int run(Job *job, int *step)
     return 0;
 }
 
+static void run(Job *job)
+{
+    job->step = DONE;
+    job->error = tried(job, &job->step);
+}
+
+/* A job as Python describes it, whose buffers and path are held until `let_go`; 0, or -1 with an exception. */
+static int understand(Job *job, PyObject *arguments)
+{
+    PyObject *pieces[2];
+
+    if (!PyArg_ParseTuple(arguments, "piO&iLLOOiLll", &job->writing, &job->fd, PyUnicode_FSConverter, &job->held_path,
+                          &job->flags, &job->number, &job->offset, &pieces[0], &pieces[1], &job->then, &job->crc,
+                          &job->at, &job->until))
+        return -1;
+    job->path = PyBytes_AsString(job->held_path);
+    for (int i; (i = job->held) < 2 && pieces[i] != Py_None; job->held++) {
+        int is_changed = !job->writing || (i == 1 && job->until);
+        if (PyObject_GetBuffer(pieces[i], &job->buffers[i], is_changed ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0)
+            return -1;
+        job->pieces[i] = (struct iovec){job->buffers[i].buf, (size_t)job->buffers[i].len};
+    }
+    if (job->until && (job->at < 0 || job->at + 4 > job->until || job->until + 4 > (long)job->pieces[1].iov_len)) {
+        PyErr_SetString(PyExc_ValueError, "no room for the checksums");
+        return -1;
+    }
+    return 0;
+}
+
+static void let_go(Job *job)
+{
+    while (job->held > 0)
+        PyBuffer_Release(&job->buffers[--job->held]);
+    Py_CLEAR(job->held_path);
+}
+
+static PyObject *said(const Job *job)
+{
+    return Py_BuildValue("iiiILKL", job->error, job->step, job->fd, (unsigned)job->status.st_mode,
+                         (long long)job->status.st_blocks * 512, (unsigned long long)job->status.st_ino, job->crc);
+}
+
 PyObject *move(PyObject *module, PyObject *arguments)
 {
     Job job = {0};
-    int step = DONE, error = 0, held = 0;
-    PyObject *path, *pieces[2], *outcome = NULL;
-    Py_buffer buffers[2];
+    PyObject *outcome = NULL;
 
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "piO&iLLOOiLll", &job.writing, &job.fd, PyUnicode_FSConverter, &path, &job.flags,
-                          &job.number, &job.offset, &pieces[0], &pieces[1], &job.then, &job.crc, &job.at, &job.until))
-        return NULL;
-    job.path = PyBytes_AsString(path);
-    for (; held < 2 && pieces[held] != Py_None; held++) {
-        int is_changed = !job.writing || (held == 1 && job.until);
-        if (PyObject_GetBuffer(pieces[held], &buffers[held], is_changed ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0)
-            goto end;
-        job.pieces[held] = (struct iovec){buffers[held].buf, (size_t)buffers[held].len};
+    if (understand(&job, arguments) == 0) {
+        Py_BEGIN_ALLOW_THREADS
+        run(&job);
+        Py_END_ALLOW_THREADS
+        outcome = said(&job);
     }
-    if (job.until && (job.at < 0 || job.at + 4 > job.until || job.until + 4 > (long)job.pieces[1].iov_len)) {
-        PyErr_SetString(PyExc_ValueError, "no room for the checksums");
-        goto end;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    error = run(&job, &step);
-    Py_END_ALLOW_THREADS
-    outcome = Py_BuildValue("iiiILKL", error, step, job.fd, (unsigned)job.status.st_mode,
-                            (long long)job.status.st_blocks * 512, (unsigned long long)job.status.st_ino, job.crc);
-end:
-    while (held > 0)
-        PyBuffer_Release(&buffers[--held]);
-    Py_DECREF(path);
+    let_go(&job);
     return outcome;
+}
+
+PyObject *move_all(PyObject *module, PyObject *arguments)
+{
+    PyObject *list, *outcomes = NULL;
+    Py_ssize_t count, known = 0;
+    Job *jobs;
+
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "O!", &PyList_Type, &list))
+        return NULL;
+    count = PyList_Size(list);
+    if (!(jobs = PyMem_Calloc((size_t)count + 1, sizeof *jobs)))
+        return PyErr_NoMemory();
+    while (known < count && !PyErr_Occurred()) {
+        PyObject *item = PyList_GetItem(list, known);
+        if (PyTuple_Check(item))
+            understand(&jobs[known], item);
+        else
+            PyErr_SetString(PyExc_TypeError, "each job is a tuple");
+        known++;
+    }
+    if (!PyErr_Occurred()) {
+        Py_BEGIN_ALLOW_THREADS
+        for (Py_ssize_t i = 0; i < count; i++)
+            run(&jobs[i]);
+        Py_END_ALLOW_THREADS
+        outcomes = PyList_New(count);
+        for (Py_ssize_t i = 0; outcomes && i < count; i++)
+            if (PyList_SetItem(outcomes, i, said(&jobs[i])) < 0)
+                Py_CLEAR(outcomes);
+    }
+    while (known > 0)
+        let_go(&jobs[--known]);
+    PyMem_Free(jobs);
+    return outcomes;
 }
 
 /* The strings of a list as paths, which `held` keeps; NULL, with an exception, if they are none. */

@@ -3,6 +3,7 @@
 
 static PyMethodDef calls[] = {
     {"move", move, METH_VARARGS, "See kvstore_zarr.calls.Calls.move."},
+    {"move_all", move_all, METH_VARARGS, "See kvstore_zarr.calls.Calls.move_all."},
     {"of_paths", of_paths, METH_VARARGS, "See kvstore_zarr.calls.Calls.of_paths."},
     {"lock_all", lock_all, METH_VARARGS, "See kvstore_zarr.calls.Calls.lock_all."},
     {"copy", copy, METH_VARARGS, "See kvstore.integrity.copied."},

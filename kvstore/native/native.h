@@ -10,6 +10,7 @@
 
 /* calls.c */
 PyObject *move(PyObject *module, PyObject *arguments);
+PyObject *move_all(PyObject *module, PyObject *arguments);
 PyObject *of_paths(PyObject *module, PyObject *arguments);
 PyObject *lock_all(PyObject *module, PyObject *arguments);
 

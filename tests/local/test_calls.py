@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvstore.integrity import crc32c
 from kvstore_zarr import calls
-from kvstore_zarr.calls import NO_SUM, PYTHON, SIZE_DIFFERS, TOO_SHORT, BlockFile, Step, Then
+from kvstore_zarr.calls import NO_SUM, PYTHON, SIZE_DIFFERS, TOO_SHORT, BlockFile, Step, Then, Whole
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -167,6 +167,25 @@ def test_bodies_are_summed_up_and_the_sums_stand_in_the_closing(tmp_path: Path) 
     file = BlockFile(str(tmp_path / "file"), READ, 10_500)
     assert file.read(0, empty(7000), None, Then.END)
     assert file.crc == NO_SUM  # nobody asked for it
+
+
+def test_files_are_written_together_and_each_says_what_became_of_it(tmp_path: Path) -> None:
+    bodies, closings = [filled(5000, n) for n in range(4)], [filled(500, 9 + n) for n in range(4)]
+    (tmp_path / "2").mkdir()
+    files = [BlockFile(str(tmp_path / str(number)), NEW, 0o600) for number in range(3)]
+    files.append(BlockFile(str(tmp_path / "none" / "3"), NEW, 0o600))
+    parts = zip(files, bodies, closings, strict=True)
+    BlockFile.write_all([Whole(file, body, closing, (100, 300)) for file, body, closing in parts], Then.END)
+    assert [(file.error, file.step, file.fd) for file in files] == [
+        (0, Step.DONE, -1),
+        (0, Step.DONE, -1),
+        (errno.EEXIST, Step.OPEN, -1),
+        (errno.ENOENT, Step.OPEN, -1),
+    ]
+    for file, body, closing in zip(files[:2], bodies, closings, strict=False):
+        assert Path(file.path).read_bytes() == body.tobytes() + closing.tobytes()
+        assert int.from_bytes(closing[100:104].tobytes(), "little") == crc32c(closing[:100], crc32c(body))
+        assert file.inode == Path(file.path).stat().st_ino
 
 
 def test_a_full_device_and_a_lack_of_descriptors_are_told(path: Path) -> None:
